@@ -30,6 +30,7 @@ from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import shows_work
+from moe_jax.data.pictures.picture_sources import MARK
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER
@@ -185,7 +186,7 @@ def _placeholder(source: ModelSource, token: str | None) -> int | None:
     """Returns the id of the token that stands for a picture; None: none was asked for, and the usual one is absent."""
     if token is None and not any(file.name == TOKENIZER for file in source.tokenizer_files):
         return None
-    found = tokenizer_of_source(source).id_of(_PICTURE if token is None else token)
+    found = tokenizer_of_source(source).id_of(MARK if token is None else token)
     if found is None and token is not None:
         raise InputError(f"--placeholder {shown(token)}: the tokenizer has no such token; expected one that it has")
     return found
@@ -302,8 +303,6 @@ def read_prompts(source: ModelSource, texts: Sequence[str]) -> list[Prompt]:
     return prompts
 
 
-# As texts of conversations have it.
-_PICTURE = "<image>"
 # On this a model with NF4 kernels is compared with its source, unless the user names a text.
 _BUILT_IN = "a built-in text"
 _TEXT = """\

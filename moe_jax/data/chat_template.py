@@ -159,7 +159,8 @@ class ChatTemplate:
         parts = [{"type": "image"}, {"type": "text", "text": _NAME}]
         with contextlib.suppress(TemplateFails):
             text = self._rendered([{"role": "user", "content": parts}], None, True).text
-            return _NAME in text and "type" not in text.replace(_NAME, "")
+            # A template for texts alone writes the list as Python or JSON do.
+            return _NAME in text and not any(f"{quote}type{quote}" in text for quote in "'\"")
         return False
 
     def _checked_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
@@ -270,7 +271,8 @@ def check_messages(messages: Any, *, pictures: bool = False) -> list[dict[str, A
     return checked
 
 
-_PICTURES = ("image", "image_url", "input_image")
+PICTURE_PARTS = ("image", "image_url", "input_image")
+"""Types of parts of a message that are pictures."""
 
 
 def _texts(content: Any, number: int, *, optional: bool, pictures: bool) -> list[str]:
@@ -286,7 +288,7 @@ def _texts(content: Any, number: int, *, optional: bool, pictures: bool) -> list
     parts = [part for part in parts if not pictures or part != {"type": "image"}]
     typed = (part for part in parts if isinstance(part, Mapping) and part.get("type") == "text")
     texts = [text for part in typed if isinstance(text := part.get("text"), str)]
-    if any(isinstance(part, Mapping) and part.get("type") in _PICTURES for part in parts):
+    if any(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in parts):
         raise InputError(f"message {number} holds a picture, and pictures in messages are not supported; give its text")
     if len(texts) < len(parts):
         raise InputError(f"message {number} has the content {shown(content)}, expected a text")

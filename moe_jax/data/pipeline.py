@@ -155,7 +155,7 @@ def picture_room(
     """
     vision = config.vision
     if vision is None:
-        for name in ("image_folder", "image_aspect", "max_pictures", "feature_cache"):
+        for name in ("image_folder", "image_aspect", "max_pictures", "feature_cache", "pixel_cache"):
             if getattr(section, name) is not None:
                 config.check_sees(f"data.{name}")
         return None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.pictures.picture_messages import has_pictures, with_pictures
-from moe_jax.data.pictures.picture_sources import MARK, PictureSource, pictures_of_row
+from moe_jax.data.pictures.picture_sources import MARK, PictureSource, check_places, pictures_of_row
 from moe_jax.data.sections import FieldsSection
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 
@@ -186,11 +186,8 @@ class RowReader:
     ) -> tuple[PictureSource, ...]:
         """Returns the pictures of a text, which has a mark for each; of one without pictures only if `marks_count`."""
         pictures = self._pictures(row)
-        if (pictures or marks_count) and text.count(MARK) != len(pictures):
-            raise InputError(
-                f"pictures of the row: {len(pictures)}, and places for them in its text ({MARK}): {text.count(MARK)}; "
-                f"expected one for each{self._unnamed()}"
-            )
+        if pictures or marks_count:
+            check_places(len(pictures), text.count(MARK), f"its text ({MARK})", self._unnamed())
         return tuple(pictures)
 
     def _unnamed(self) -> str:

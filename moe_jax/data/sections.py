@@ -182,7 +182,9 @@ class DataSection:
         (`skip`), unless it is one of more than 1 % of the pictures.
       feature_cache: a folder in which what a frozen tower makes of pictures is kept, so that it looks at each only
         once. Several runs may share it. None: the tower looks at all pictures of every batch.
-      feature_cache_gib: size that the folder may have, in GiB; what was not used for longest is then deleted.
+      pixel_cache: a folder in which pixels of pictures are kept, so that each is decoded and resized only once, where a
+        tower that is trained looks at them. None: they are made anew in every epoch.
+      cache_gib: size that each of these folders may have, in GiB; what was not used for longest is then deleted.
     """
 
     sources: tuple[SourceSection, ...] = ()
@@ -202,7 +204,8 @@ class DataSection:
     max_pictures: int | None = None
     on_bad_image: OnBad = "stop"
     feature_cache: str | None = None
-    feature_cache_gib: float = 32.0
+    pixel_cache: str | None = None
+    cache_gib: float = 32.0
 
     __repr__ = short_repr
 
@@ -212,9 +215,9 @@ class DataSection:
         at_least(self, 2, "input_len")
         at_least(self, 0, "prefetch")
         at_least(self, 1, "max_pictures")
-        if not (is_finite(self.feature_cache_gib) and self.feature_cache_gib > 0):
-            raise InputError(f"feature_cache_gib = {shown(self.feature_cache_gib)} must be a finite number above 0")
-        for name in ("image_folder", "feature_cache"):
+        if not (is_finite(self.cache_gib) and self.cache_gib > 0):
+            raise InputError(f"cache_gib = {shown(self.cache_gib)} must be a finite number above 0")
+        for name in ("image_folder", "feature_cache", "pixel_cache"):
             if getattr(self, name) == "":
                 raise InputError(f'{name} is empty; leave the key out, or name a folder ("." is the current one)')
         if len({source.weight is None for source in self.sources}) > 1:

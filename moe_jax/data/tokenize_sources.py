@@ -21,7 +21,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.core.worker_pool import worker_pool
 from moe_jax.data.packing import fitted
-from moe_jax.data.pictures.picture_sources import PictureFiles, PictureSource
+from moe_jax.data.pictures.picture_loading import PictureLoader, picture_loader
 from moe_jax.data.pipeline import picture_room
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, input_length
@@ -31,7 +31,6 @@ from moe_jax.data.tokens.token_files import FORMAT, INDEX, SUFFIX, VERSION, Toke
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.staging import check_target, open_work
 from moe_jax.files.storage_path import StoragePath, as_path
-from moe_jax.images.decoding import decode_picture
 from moe_jax.models import ModelConfig
 
 
@@ -100,8 +99,7 @@ def preview(
         the documents shown that cannot be read, and documents whose pictures do not go into a row.
     """
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
-    folder = None if section.image_folder is None else as_path(section.image_folder)
-    files = None if config.vision is None else PictureFiles(folder)
+    load = None if config.vision is None else picture_loader(section, config)
     sources = open_sources(section, config, batch_size, tokenizer_path)
     skips = section.on_bad_image == "skip"
     room = None if config.has_encoder else picture_room(section, config, sources, tokenizer.per_picture)
@@ -126,47 +124,39 @@ def preview(
                 pictures=sum(len(document.pictures) for document in documents),
                 too_long=sum(size > length for size in lengths),
                 estimated_tokens=sum(lengths) * len(records) // max(counted, 1),
-                shown=tuple(tuple(parts(document, tokenizer, files, skips=skips)) for document in documents[:count]),
+                shown=tuple(tuple(parts(document, tokenizer, load, skips=skips)) for document in documents[:count]),
             )
         )
     return found
 
 
 def parts(
-    document: Document, tokenizer: Tokenizer, files: PictureFiles | None = None, *, skips: bool = False
+    document: Document, tokenizer: Tokenizer, load: PictureLoader | None = None, *, skips: bool = False
 ) -> Iterator[Part]:
     """Yields a document as text, cut where scored parts begin and end. The first token is never scored.
 
-    Pictures, which are in `files`, are parts of their own; where one cannot be read, it says so if such are skipped.
+    Pictures, which `load` reads, are parts of their own; where one cannot be read, it says so if such are skipped.
     """
     scored = document.scored > 0
     scored[:1] = False
     if document.slots is None:
         yield from _texts(document.ids, scored, tokenizer)
         return
-    assert files is not None, "the model takes pictures"
+    assert load is not None, "the model takes pictures"
     count, end = tokenizer.per_picture, 0
     begins = np.flatnonzero((document.slots > 0) & ((document.slots - 1) % count == 0))
     for picture, begin in zip(document.pictures, begins, strict=True):
         yield from _texts(document.ids[end:begin], scored[end:begin], tokenizer)
         end = begin + count
         try:
-            size = _size_in_words(picture, files)
+            width, height = load.size(picture)
+            size = f"{width} x {height} pixels"
         except BadDocument:
             if not skips:
                 raise
             size = "cannot be read, and the document is left out"
         yield Part(text=f"[{picture.shown}: {size}, {count} tokens]", scored=False, picture=picture.shown)
     yield from _texts(document.ids[end:], scored[end:], tokenizer)
-
-
-def _size_in_words(picture: PictureSource, files: PictureFiles) -> str:
-    data = files.read(picture)
-    try:
-        height, width, _ = decode_picture(data, picture.shown).shape
-    except InputError as error:
-        raise BadDocument(f"{picture.where}: {error}") from None
-    return f"{width} x {height} pixels"
 
 
 def _texts(ids: np.ndarray, scored: np.ndarray, tokenizer: Tokenizer) -> Iterator[Part]:

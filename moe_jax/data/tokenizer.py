@@ -15,7 +15,7 @@ from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import read_settings, template_file
-from moe_jax.data.pictures.picture_sources import MARK, PictureSource
+from moe_jax.data.pictures.picture_sources import MARK, PictureSource, check_places
 from moe_jax.data.rows import Example
 from moe_jax.data.tokens.text_windows import Encoded, LongTexts
 from moe_jax.data.tokens.token_bytes import TokenBytes
@@ -279,11 +279,10 @@ class Tokenizer:
         """Returns a document in which as many tokens stand for a picture as it has features; none is scored."""
         ids, scored = self._scored(example, *self._encoded_around_pictures(example.text))
         stand = ids == self._picture
-        if stand.sum() != len(example.pictures):
-            raise BadDocument(
-                f"{example.pictures[0].where}: pictures: {len(example.pictures)}, and places for them in what the chat "
-                f"template writes: {stand.sum()}; expected one for each"
-            )
+        try:
+            check_places(len(example.pictures), int(stand.sum()), "what the chat template writes")
+        except InputError as error:
+            raise BadDocument(f"{example.pictures[0].where}: {error}") from None
         times = np.where(stand, self.per_picture, 1)
         stand, ids, scored = (np.repeat(array, times) for array in (stand, ids, scored))
         slots = np.where(stand, np.cumsum(stand), 0).astype(np.int32)

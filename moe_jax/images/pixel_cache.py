@@ -28,7 +28,14 @@ class PixelCache:
         """Makes the folder; arguments as in `BoundedFolder`."""
         self._folder = BoundedFolder(folder, _SUFFIX, max_bytes=max_bytes, note=note)
 
-    def pixels(self, data: bytes, name: str, processing: ImageProcessing) -> UInt8[np.ndarray, "S S 3"]:
+    def pixels(
+        self,
+        data: bytes,
+        name: str,
+        processing: ImageProcessing,
+        *,
+        remark: Callable[[str], None] | None = None,
+    ) -> UInt8[np.ndarray, "S S 3"]:
         """Returns the pixels of a picture, from the folder where they are there, and otherwise made and put there.
 
         A folder that cannot be written to, as on a full disk, does not stop the work.
@@ -37,6 +44,7 @@ class PixelCache:
           data: the bytes of its file.
           name: of the file, for messages.
           processing: how they become pixels.
+          remark: as in `decode_picture`, where they are made.
 
         Raises:
           InputError: as `decode_picture`.
@@ -45,7 +53,7 @@ class PixelCache:
         found = self._folder.find(key, (*processing.size, 3), np.dtype(np.uint8))
         if found is not None:
             return found
-        made = pixels_of(decode_picture(data, name), processing)
+        made = pixels_of(decode_picture(data, name, remark=remark), processing)
         self._folder.keep(key, made)
         return made
 

@@ -1,7 +1,7 @@
 """Models in memory, with the interfaces of those on disk; and models as if they were stored in another dtype."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import DoesNotFit, cast
+from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.loading import check_leaves, layer_of, leaf_specs, may_be_cast, stacked_leaves
@@ -143,6 +144,25 @@ def open_writer(
     if base is None:
         return ModelDirectoryWriter(dst, config, resume=resume, **given)
     return AdapterDirectoryWriter(dst, config, base=base, trained=trained, resume=resume, **given)
+
+
+def write_each(
+    writer: ModelWriter,
+    paths: Collection[str],
+    leaf: Callable[[str], np.ndarray],
+    *,
+    doing: str,
+    progress: Progress = no_progress,
+) -> None:
+    """Writes the leaves at these paths one by one, but for those that are there, or are another process's.
+
+    `leaf` returns the leaf of a path. `progress` is told what is `doing`, and how many paths are done.
+    """
+    progress(doing, 0, len(paths))
+    for done, path in enumerate(paths, 1):
+        if path not in writer.done and writer.mine(path):
+            writer.write({path: leaf(path)})
+        progress(doing, done, len(paths))
 
 
 class _MemoryWriter(ModelWriter):

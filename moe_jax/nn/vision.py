@@ -140,13 +140,9 @@ class Vision(Summarised):
         height, width = self.config.processing.size
         pixels = as_array("pixels", pixels, "bytes", (None, None, height, width, 3))
         batch, count = pixels.shape[:2]
-        states, last = self.config.hidden_states, max(self.config.hidden_states)
-        seen = self.tower(
-            normalized(pixels.reshape(batch * count, height, width, 3), self.config.processing),
-            hidden_states=tuple(sorted(set(states))),
-            stop=None if last == self.config.tower.num_layers else last,
-        )
-        x = joined_features(self.config, [seen.hidden_states[index] for index in states])
+        last = max(self.config.hidden_states)
+        stop = None if last == self.config.tower.num_layers else last
+        x = features_of(self.config, self.tower, pixels.reshape(batch * count, height, width, 3), stop=stop)
         return x.reshape(batch, count, *x.shape[1:])
 
     def __call__(self, pixels: UInt8[Array, "B M H W 3"]) -> Float[Array, "B n d"]:
@@ -170,6 +166,16 @@ class Vision(Summarised):
         for step in self.projector:
             x = step(x)
         return x.reshape(batch, -1, x.shape[-1])
+
+
+def features_of(
+    config: VisionConfig, tower: VisionTower, pixels: UInt8[Array, "B H W 3"], *, stop: int | None = None
+) -> Float[Array, "B n w"]:
+    """Returns the features of pictures, before the projector; `stop` as in `VisionTower`."""
+    seen = tower(
+        normalized(pixels, config.processing), hidden_states=tuple(sorted(set(config.hidden_states))), stop=stop
+    )
+    return joined_features(config, [seen.hidden_states[index] for index in config.hidden_states])
 
 
 def joined_features(config: VisionConfig, hidden_states: Sequence[Float[Array, "B T w"]]) -> Float[Array, "B n W"]:

@@ -22,7 +22,7 @@ from moe_jax.experts.forms.protocol import BesideBase
 from moe_jax.experts.on_host import base_kernel
 from moe_jax.experts.shapes import FFNConfig, LoRAConfig
 from moe_jax.functional.codes import dequantize_nf4
-from moe_jax.model_io.in_memory import Destination, open_writer
+from moe_jax.model_io.in_memory import Destination, open_writer, write_each
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
@@ -82,12 +82,12 @@ def merge(
         resume=True,
         allow_nonfinite=spec.allow_nonfinite,
     ) as writer:
-        progress("merging", 0, len(expected))
-        for done, path in enumerate(expected, 1):
+
+        def leaf(path: str) -> np.ndarray:
             unchanged = path in stored and path not in folded
-            if path not in writer.done and writer.mine(path):
-                writer.write({path: source.read(path) if unchanged else _folded_kernel(source, path)})
-            progress("merging", done, len(expected))
+            return source.read(path) if unchanged else _folded_kernel(source, path)
+
+        write_each(writer, expected, leaf, doing="merging", progress=progress)
     return result
 
 

@@ -250,8 +250,8 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 # Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
 # mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
 CHANGEABLE = (
-    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "data.feature_cache", "ema.evaluate",
-    "ema.export",
+    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "data.feature_cache",
+    "data.pixel_cache", "data.cache_gib", "ema.evaluate", "ema.export",
 )  # fmt: skip
 # Paths may differ too: `RunRecord` compares the contents of the files.
 _PLACES = (

@@ -12,11 +12,11 @@ import rich.console
 from flax import nnx
 
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
-from moe_jax.core.errors import InputError, shown
+from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import template_file
-from moe_jax.data.pictures.picture_loading import picture_processing
+from moe_jax.data.pictures.picture_loading import cache_folder, picture_processing
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.distributed.sharding import undivided_experts
@@ -301,17 +301,16 @@ def _say(console: rich.console.Console, line: str) -> None:
 
 def _frozen_tower(recipe: Recipe, source: ModelSource | None, note: Callable[[str], object]) -> FrozenTower | None:
     """Returns what keeps the features of pictures in the recipe's `data.feature_cache`; None: it names no folder."""
-    if recipe.data.feature_cache is None:
+    folder = cache_folder(recipe.data, "feature_cache")
+    if folder is None:
         return None
     if source is None:
         raise InputError("data.feature_cache is for a model whose tower was trained, and this is drawn from a config")
-    processing, folder = picture_processing(recipe.data, source.config), as_path(recipe.data.feature_cache)
-    if folder.on_disk is None or (folder.exists() and not folder.is_dir()):
-        raise InputError(f"data.feature_cache = {shown(recipe.data.feature_cache)}: expected a folder on a disk")
+    processing = picture_processing(recipe.data, source.config)
     tower = FrozenTower(source, param_dtype=recipe.model.frozen_dtype, compute_dtype=recipe.model.compute_dtype)
-    most, least = int(recipe.data.feature_cache_gib * 2**30), math.prod(tower.shape) * tower.dtype.itemsize
+    most, least = int(recipe.data.cache_gib * 2**30), math.prod(tower.shape) * tower.dtype.itemsize
     if most < 2 * least:
-        size = f"data.feature_cache_gib = {recipe.data.feature_cache_gib:g}"
+        size = f"data.cache_gib = {recipe.data.cache_gib:g}"
         raise InputError(f"{size} is too small: features of one picture take {least:,} bytes")
     tower.keep_in(folder, max_bytes=most, processing=processing, note=note)
     return tower

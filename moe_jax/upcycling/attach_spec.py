@@ -26,7 +26,7 @@ class AttachSpec(TakesNonfinite):
     example: ClassVar[str] = "--tower clip-vit-large-patch14-336"
 
     tower: Annotated[str | os.PathLike[str], Shown("DIR", read_as=Path)]
-    """The image encoder: a Hugging Face directory of CLIP, SigLIP or DINOv2, or ORG/NAME."""
+    """The image encoder: a Hugging Face directory of CLIP, SigLIP, DINOv2 or InternViT, or ORG/NAME."""
     size: Annotated[int | None, Shown("N", "as the encoder's preprocessor config says")] = None
     """Pixels of a side of the encoder's pictures. Given, pictures are padded to a square and resized to it, and the
     encoder's positions are interpolated."""

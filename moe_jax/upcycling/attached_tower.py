@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
+from moe_jax.checks.streamed_layers import EMBEDDING
 from moe_jax.conversion.hf_config import usual_processing
 from moe_jax.conversion.vision_formats.vision_format import without_final_norm
 from moe_jax.core.errors import InputError, shown
@@ -17,7 +18,7 @@ from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import path_name
 from moe_jax.images.image_config import ImageProcessing
 from moe_jax.images.processing import read_processing
-from moe_jax.model_io.in_memory import Destination, open_writer
+from moe_jax.model_io.in_memory import Destination, open_writer, write_each
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import TOWER, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
@@ -26,7 +27,6 @@ from moe_jax.nn.projector import make_projector, tokens_per_picture
 from moe_jax.upcycling.attach_spec import AttachSpec
 from moe_jax.upcycling.whitened_projector import features_in, whiten
 
-TABLE = "embed/embedding"
 PROJECTOR = "vision/projector/"
 """The paths of a projector begin with it, in memory and on disk."""
 
@@ -68,7 +68,7 @@ def attach(
     config = seeing_config(source.config, tower.config, spec, preprocessor=preprocessor, placeholder=placeholder)
     assert config.vision is not None
     features = None if spec.pictures is None else features_in(spec.pictures, tower, config.vision)
-    embeddings = None if features is None else np.asarray(source.read(TABLE), np.float32)
+    embeddings = None if features is None else np.asarray(source.read(EMBEDDING), np.float32)
     drawn = draw_projector(config, spec.seed, features, embeddings)
     lineage = [*source.lineage, new_lineage_entry("attach", spec.described(), [source, tower])]
     expected = leaf_specs(config)
@@ -86,11 +86,9 @@ def attach(
         resume=True,
         allow_nonfinite=spec.allow_nonfinite,
     ) as writer:
-        progress("attaching", 0, len(expected))
-        for done, path in enumerate(expected, 1):
-            if path not in writer.done and writer.mine(path):
-                writer.write({path: _leaf(path, source, tower, drawn)})
-            progress("attaching", done, len(expected))
+        write_each(
+            writer, expected, lambda path: _leaf(path, source, tower, drawn), doing="attaching", progress=progress
+        )
     return made
 
 

@@ -16,14 +16,13 @@ from jaxtyping import Array, Float, UInt8
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.storage_path import as_path
-from moe_jax.images.normalization import normalized
 from moe_jax.images.picture_files import read_picture
 from moe_jax.images.processing import pixels_of
 from moe_jax.model_io.loading import load_tower
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import VisionConfig
 from moe_jax.nn.projector import shape_of_features
-from moe_jax.nn.vision import joined_features
+from moe_jax.nn.vision import features_of
 
 _MOST_PICTURES, _MOST_BYTES = 1024, 2 << 30  # of their features
 _GROUP = 8
@@ -52,14 +51,11 @@ def features_in(folder: str | os.PathLike[str], tower: ModelSource, vision: Visi
         raise FileNotFoundError(f"no picture in {folder}: expected files {', '.join(sorted(_SUFFIXES))}")
     count, width = shape_of_features(vision)
     files = files[: max(_GROUP, min(_MOST_PICTURES, _MOST_BYTES // (4 * count * width)))]
-    states = vision.hidden_states
     graphdef, state = nnx.split(load_tower(tower))
 
     @jax.jit
     def look(state: nnx.State, pixels: UInt8[Array, "B H W 3"]) -> Float[Array, "B n w"]:
-        pixels = normalized(pixels, vision.processing)
-        seen = nnx.merge(graphdef, state)(pixels, hidden_states=tuple(sorted(set(states))))
-        return joined_features(vision, [seen.hidden_states[index] for index in states])
+        return features_of(vision, nnx.merge(graphdef, state), pixels)
 
     made = np.empty((len(files), count, width), np.float32)
     for start in range(0, len(files), _GROUP):

@@ -28,7 +28,7 @@ def test_kept_pixels_are_those_that_are_made(tmp_path, monkeypatch):
     cache, data = PixelCache(tmp_path / "new", max_bytes=10**6), picture(0)
     expected = pixels_of(decode_picture(data, "x"), SMALL)
     np.testing.assert_array_equal(cache.pixels(data, "x", SMALL), expected)
-    monkeypatch.setattr(pixel_cache, "decode_picture", lambda *_: pytest.fail("decoded twice"))
+    monkeypatch.setattr(pixel_cache, "decode_picture", lambda *_, **__: pytest.fail("decoded twice"))
     np.testing.assert_array_equal(PixelCache(tmp_path / "new", max_bytes=10**6).pixels(data, "x", SMALL), expected)
 
 

@@ -78,6 +78,7 @@ def drawn_tower():
     return FrozenTower(ModelInMemory(CONFIG, DecoderLeaves(draw_model(CONFIG, recipe_of().seed))))
 
 
+@long  # test_picture_training compares whole runs
 def test_steps_with_features_have_the_losses_of_those_with_pixels(drawn_tower):
     with_pixels, with_features = losses({}), losses({}, tower=drawn_tower)
     np.testing.assert_allclose(with_features[:, 0], with_pixels[:, 0], atol=1e-6)

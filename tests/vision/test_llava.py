@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,15 +12,15 @@ from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.images.image_config import ImageProcessing
 from moe_jax.images.processing import write_processing
-from moe_jax.model_io.loading import load_model, model_leaves
+from moe_jax.model_io.loading import load_model
 from moe_jax.nn.projector import tokens_per_picture
 from tests.support.tiers import long, one_in
-from tests.support.vision_models import LLAVAS, batch_of, made_llava, normalised
+from tests.support.vision_models import LLAVAS, batch_of, made_llava
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.families.reference import gradients  # noqa: E402
+from tests.support.seeing_references import check_loss_and_gradients, their_pixels  # noqa: E402
 
 COUNTS, LENGTH = (0, 1, 3), 24
 # Checkpoints that say how pictures are processed, in the file of older and of newer releases of Transformers.
@@ -56,12 +55,6 @@ def both(tmp_path_factory):
     return make
 
 
-def their_pixels(source: HuggingFaceDirectory, pictures: list[np.ndarray]):
-    vision = source.config.vision
-    assert vision is not None
-    return normalised(pictures, vision.processing.mean, vision.processing.std)
-
-
 @one_in(6)  # a dense model and an MoE
 @pytest.mark.parametrize("name", LLAVAS)
 def test_logits(both, name, strict_numerics):
@@ -85,25 +78,8 @@ def test_logits(both, name, strict_numerics):
 @pytest.mark.parametrize("name", LLAVAS)
 def test_loss_and_all_gradients(both, name, tmp_path, strict_numerics):
     _, source, seen = both(name)
-    theirs = made_llava(name)  # whose weights give way to their gradients
-    text = np.where(seen.slots > 0, -100, seen.ids)[:, 1:]  # pictures are not scored
-    shifted = torch.tensor(np.pad(text, ((0, 0), (1, 0)), constant_values=-100), dtype=torch.long)
-    expected = theirs(torch.tensor(seen.ids), pixel_values=their_pixels(source, seen.pictures), labels=shifted).loss
-    expected.backward()
-    batch = {
-        **{"tokens": seen.ids[:, :-1], "slots": seen.slots[:, :-1], "pixels": seen.pixels},
-        **{"targets": np.maximum(text, 0), "weights": (text >= 0).astype(np.float32)},
-    }
-    graphdef, params = nnx.split(load_model(source))
-    run = jax.jit(jax.value_and_grad(lambda params, batch: nnx.merge(graphdef, params).loss(batch)))
-    loss, gradient = run(params, jax.tree.map(jnp.asarray, batch))
-    np.testing.assert_allclose(loss, expected.item(), rtol=2e-5)
-    found = gradients(theirs, tmp_path)
-    largest = max(np.abs(leaf).max() for leaf in found.values())
-    assert all(np.abs(found[f"vision/{leaf}"]).max() > 0 for leaf in SEEING)
-    for path, leaf in model_leaves(nnx.merge(graphdef, gradient)):
-        scale = max(np.abs(found[path]).max(), 1e-2 * largest)
-        np.testing.assert_allclose(leaf, found[path], atol=1e-4 * scale, rtol=0, err_msg=path)
+    paths = {f"vision/{leaf}" for leaf in SEEING}
+    check_loss_and_gradients(made_llava(name), source, seen, tmp_path, lambda path: path in paths)
 
 
 @FEW

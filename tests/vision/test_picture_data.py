@@ -1,7 +1,6 @@
 """Pictures in the data of a recipe: forms of rows, rows of batches, bad pictures, and where a run goes on."""
 
 import base64
-import io
 import json
 import random
 import shutil
@@ -11,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import transformers
-from PIL import Image
 
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
@@ -20,33 +18,22 @@ from moe_jax.data.pipeline import open_data
 from moe_jax.data.rows import RowReader
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.images import pixel_cache
 from moe_jax.images.decoding import decode_picture
 from moe_jax.images.processing import pixels_of
 from moe_jax.models.serialize import config_to_json
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.dense_models import dense_config
+from tests.support.drawn_pictures import picture_shop, png
 from tests.support.seeing_models import FEATURES, seeing
 
 CONFIG = seeing(dense_config(vocab_size=258))
 
 
-def png(number: int, size=(20, 15)) -> bytes:
-    out = io.BytesIO()
-    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with eight pictures, and a tokenizer."""
-    made = tmp_path_factory.mktemp("pictures")
-    (made / "shop").mkdir()
-    for number in range(8):
-        (made / "shop" / f"{number}.png").write_bytes(png(number))
-    byte_tokenizer(made / "tokenizer.json")
-    (made / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return made
+    return picture_shop(tmp_path_factory.mktemp("pictures"))
 
 
 def llava(number: int, question="<image>\nq", answer="abc", **more) -> dict:
@@ -369,3 +356,13 @@ def test_templates_with_parts_are_written_as_transformers_writes_them(tmp_path, 
         pixels = [np.zeros((12, 12, 3), np.uint8)] * shown or None
         expected_ids = processor(images=pixels, text=text, add_special_tokens=False)["input_ids"]
         assert ids.tolist() == (expected_ids[0] if isinstance(expected_ids[0], list) else expected_ids)
+
+
+def test_kept_pixels_are_not_made_again(folder, tmp_path, monkeypatch):
+    path, kept = write(tmp_path / "a.jsonl", [llava(n) for n in range(8)]), str(tmp_path / "pixels")
+    first = seen_in(read_all(opened(folder, path, pixel_cache=kept)))
+    assert sorted(first) == sorted(expected(range(8)))
+    monkeypatch.setattr(pixel_cache, "decode_picture", lambda *_, **__: pytest.fail("decoded twice"))
+    assert seen_in(read_all(opened(folder, path, pixel_cache=kept))) == first
+    with pytest.raises(InputError, match="pixel_cache"):
+        opened(folder, path, pixel_cache=str(path))

@@ -25,6 +25,7 @@ from moe_jax.training.batches import Batches
 from moe_jax.training.program import abstract_batch
 from moe_jax.training.recipe import load_recipe
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.drawn_pictures import picture_shop
 from tests.support.seeing_models import FEATURES
 from tests.vision.test_picture_data import CONFIG, llava, opened, png, read_all, recipe_of, seen_in, write
 from tests.vision.test_picture_training import RECIPE
@@ -34,13 +35,7 @@ from tests.vision.test_picture_training import folder as folder_with_model  # no
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory):
     """A folder with eight pictures, and a tokenizer that names its EOS."""
-    made = tmp_path_factory.mktemp("mistakes")
-    (made / "shop").mkdir()
-    for number in range(8):
-        (made / "shop" / f"{number}.png").write_bytes(png(number))
-    byte_tokenizer(made / "tokenizer.json")
-    (made / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return made
+    return picture_shop(tmp_path_factory.mktemp("mistakes"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +91,7 @@ def test_no_more_room_for_pictures_than_a_row_has(shop, tmp_path):
         abstract_batch(recipe, CONFIG, mesh, pictures=10**9)
 
 
-@pytest.mark.parametrize("setting", ['image_folder=""', 'feature_cache=""', "feature_cache_gib=1e300"])
+@pytest.mark.parametrize("setting", ['image_folder=""', 'feature_cache=""', "cache_gib=1e300"])
 def test_settings_that_are_none(shop, tmp_path, capsys, setting):
     assert cli.main(["data", "inspect", str(recipe_of(shop, tmp_path)), "--set", f"data.{setting}"]) == 2
     err = capsys.readouterr().err
@@ -114,10 +109,10 @@ def test_features_are_kept_in_a_folder(folder_with_model, tmp_path, capsys, monk
 
 
 def test_features_are_kept_only_where_there_is_room_for_one(folder_with_model, tmp_path, capsys):  # noqa: F811
-    settings = [f"data.feature_cache={tmp_path / 'kept'}", "data.feature_cache_gib=1e-7"]
+    settings = [f"data.feature_cache={tmp_path / 'kept'}", "data.cache_gib=1e-7"]
     given = [word for setting in settings for word in ("--set", setting)]
     assert cli.main(["train", str(recipe_in(folder_with_model, tmp_path)), *given]) == 2
-    assert "feature_cache_gib = 1e-07" in capsys.readouterr().err and not (tmp_path / "kept").exists()
+    assert "cache_gib = 1e-07" in capsys.readouterr().err and not (tmp_path / "kept").exists()
 
 
 def recipe_in(folder, tmp_path):

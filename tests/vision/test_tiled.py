@@ -1,6 +1,5 @@
 """InternVL and SmolVLM against Transformers, pictures given as pixels: states, logits, gradients and continuations."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,15 +7,15 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.conversion import HuggingFaceDirectory
-from moe_jax.model_io.loading import load_model, model_leaves
+from moe_jax.model_io.loading import load_model
 from moe_jax.nn.projector import tokens_per_picture
 from tests.support.tiers import one_in
-from tests.support.vision_models import TILED, batch_of, normalised, random_tiled
+from tests.support.vision_models import TILED, batch_of, random_tiled
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.families.reference import gradients  # noqa: E402
+from tests.support.seeing_references import check_loss_and_gradients, their_pixels  # noqa: E402
 
 COUNTS, LENGTH = (0, 1, 3), 24
 
@@ -45,13 +44,6 @@ def both(tmp_path_factory):
         return found[name]
 
     return make
-
-
-def their_pixels(source: HuggingFaceDirectory, pictures: list[np.ndarray]):
-    vision = source.config.vision
-    assert vision is not None
-    pixels = normalised(pictures, vision.processing.mean, vision.processing.std)
-    return pixels[None] if vision.family == "smolvlm" else pixels
 
 
 @one_in(len(TILED))
@@ -89,29 +81,13 @@ def test_logits(both, name, strict_numerics):
 
 @one_in(len(TILED))
 @pytest.mark.parametrize("name", TILED)
-def test_all_gradients(both, name, tmp_path, strict_numerics):
+def test_loss_and_all_gradients(both, name, tmp_path, strict_numerics):
     _, source, seen = both(name)
-    theirs = made_tiled(name)  # whose weights give way to their gradients
-    text = np.where(seen.slots > 0, -100, seen.ids)[:, 1:]  # pictures are not scored
-    shifted = torch.tensor(np.pad(text, ((0, 0), (1, 0)), constant_values=-100), dtype=torch.long)
-    expected = theirs(torch.tensor(seen.ids), pixel_values=their_pixels(source, seen.pictures), labels=shifted).loss
-    expected.backward()
-    batch = {
-        **{"tokens": seen.ids[:, :-1], "slots": seen.slots[:, :-1], "pixels": seen.pixels},
-        **{"targets": np.maximum(text, 0), "weights": (text >= 0).astype(np.float32)},
-    }
-    graphdef, params = nnx.split(load_model(source))
-    run = jax.jit(jax.value_and_grad(lambda params, batch: nnx.merge(graphdef, params).loss(batch)))
-    loss, gradient = run(params, jax.tree.map(jnp.asarray, batch))
-    np.testing.assert_allclose(loss, expected.item(), rtol=2e-5)
-    found = gradients(theirs, tmp_path)
-    largest = max(np.abs(leaf).max() for leaf in found.values())
-    leaves = dict(model_leaves(nnx.merge(graphdef, gradient)))
-    seeing = [path for path in leaves if path.startswith("vision/projector/") or "tower/layers/0/mlp" in path]
-    assert len(seeing) > 4 and all(np.abs(found[path]).max() > 0 for path in seeing)
-    for path, leaf in leaves.items():
-        scale = max(np.abs(found[path]).max(), 1e-2 * largest)
-        np.testing.assert_allclose(leaf, found[path], atol=1e-4 * scale, rtol=0, err_msg=path)
+
+    def sees(path: str) -> bool:
+        return path.startswith("vision/projector/") or "tower/layers/0/mlp" in path
+
+    check_loss_and_gradients(made_tiled(name), source, seen, tmp_path, sees)
 
 
 @one_in(len(TILED), first=1)

@@ -19,9 +19,10 @@ from jaxtyping import Float
 from moe_jax.checks.streamed_layers import apply_final_norm, embed_tokens
 from moe_jax.checks.streamed_vision import embed_patches, project_features
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
-from moe_jax.compression.calibration.placed_layer import TOWER, PlacedLayer, batches_of, open_states
+from moe_jax.compression.calibration.placed_layer import PlacedLayer, batches_of, open_states
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.model_io.loading import TOWER
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn.projector import tokens_per_picture

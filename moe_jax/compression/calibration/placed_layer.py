@@ -16,10 +16,8 @@ from jaxtyping import Bool, Float
 from moe_jax.checks.streamed_layers import TABLE, BankCall, apply_layer, bank_calls
 from moe_jax.distributed.sharding import batch_spec, leaf_spec
 from moe_jax.experts.devices import spec_on_mesh
+from moe_jax.model_io.loading import TOWER
 from moe_jax.model_io.model_source import ModelSource
-
-TOWER = "vision/tower/"
-"""Prefix of the leaves of a model's image encoder."""
 
 
 class PlacedLayer:

@@ -8,7 +8,7 @@ from moe_jax.conversion.families.family import Family
 from moe_jax.conversion.families.usual_tower import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    convolution,
+    convolution_and_tokens,
     last_norm,
     patches_and_layer,
     read_tower,
@@ -67,15 +67,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    patches, _ = patches_and_layer(config)
-    return {
-        **convolution(_PATCHES)(config),
-        "embeddings.position_embeddings": (1, patches.num_positions, config.d_model),
-        "embeddings.cls_token": (1, 1, config.d_model),
-    }
-
-
 _PATCHES, _LAYER = "embeddings.patch_embeddings.projection", "encoder.layer.{i}"
 
 INTERNVL_VISION = Family(
@@ -120,6 +111,6 @@ INTERNVL_VISION = Family(
         *last_norm("layernorm"),
     ),
     harmless=("dropout", "hidden_dropout_prob", "projection_dropout", "layer_scale_init_value", "use_mask_token"),
-    shapes=_shapes,
+    shapes=convolution_and_tokens(_PATCHES),
     processing=lambda side: squashed(side, IMAGENET_MEAN, IMAGENET_STD),
 )

@@ -10,8 +10,8 @@ from moe_jax.conversion.families.usual_tower import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     convolution,
+    convolution_and_tokens,
     last_norm,
-    patches_and_layer,
     read_tower,
     squashed,
     tower_ffn,
@@ -143,15 +143,6 @@ def _write_dinov2(config: ModelConfig) -> dict[str, Any]:
     return write_tower(config) | {"mlp_ratio": dim // config.d_model, "use_mask_token": False}
 
 
-def _dinov2_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    patches, _ = patches_and_layer(config)
-    return {
-        **convolution(_DINO)(config),
-        "embeddings.position_embeddings": (1, patches.num_positions, config.d_model),
-        "embeddings.cls_token": (1, 1, config.d_model),
-    }
-
-
 _DINO_LAYER = "encoder.layer.{i}"
 
 DINOV2 = Family(
@@ -199,7 +190,7 @@ DINOV2 = Family(
         "hidden_dropout_prob",
         "attention_probs_dropout_prob",
     ),
-    shapes=_dinov2_shapes,
+    shapes=convolution_and_tokens(_DINO),
     optional_prefix="dinov2.",
     processing=lambda side: squashed(side, IMAGENET_MEAN, IMAGENET_STD, shortest=side * 256 // 224),
 )

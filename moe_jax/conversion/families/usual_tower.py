@@ -128,6 +128,20 @@ def convolution(tensor: str) -> Callable[[ModelConfig], Mapping[str, tuple[int, 
     return shapes
 
 
+def convolution_and_tokens(tensor: str) -> Callable[[ModelConfig], Mapping[str, tuple[int, ...]]]:
+    """Returns the shapes of that kernel, and of positions and a class token, which have a further axis there."""
+
+    def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        patches, _ = patches_and_layer(config)
+        return {
+            **convolution(tensor)(config),
+            "embeddings.position_embeddings": (1, patches.num_positions, config.d_model),
+            "embeddings.cls_token": (1, 1, config.d_model),
+        }
+
+    return shapes
+
+
 def squashed(side: int, mean: tuple[float, ...], std: tuple[float, ...], **more: Any) -> ImageProcessing:
     """Returns the processing that makes squares of pictures, without regard to their proportions."""
     return ImageProcessing(size=(side, side), mean=mean, std=std, **more)  # type: ignore[arg-type]

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.pictures.picture_sources import MARK, MARKS_OF_OTHERS, PictureSource, picture_of
-
-PICTURE_PARTS = ("image", "image_url", "input_image")
-"""Types of a message's parts that are pictures."""
+from moe_jax.data.chat_template import PICTURE_PARTS
+from moe_jax.data.pictures.picture_sources import MARK, MARKS_OF_OTHERS, PictureSource, check_places, picture_of
 
 # Keys of such a part that may name or hold the picture.
 _OF_PART = ("image", "image_url", "url", "path", "base64", "data", "bytes")
@@ -58,10 +56,7 @@ def with_pictures(
         made.append({**message, "content": _as_parts(parts, of_text) if as_parts else _as_text(parts, of_text)})
     if left or None in taken:
         marks = sum(part is None or part in pictures for part in taken)
-        raise InputError(
-            f"pictures of the row: {len(pictures)}, and places for them in the conversation ({MARK}): {marks}; "
-            f"expected one for each{told}"
-        )
+        check_places(len(pictures), marks, f"the conversation ({MARK})", told)
     return made, tuple(one for one in taken if one is not None)
 
 

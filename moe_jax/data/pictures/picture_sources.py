@@ -94,6 +94,14 @@ class PictureFiles:
             raise BadDocument(f"{picture.where}: {error}") from None
 
 
+def check_places(pictures: int, places: int, where: str, told: str = "") -> None:
+    """Raises `InputError` unless there are as many places for pictures in a text as pictures; `told` is added to it."""
+    if pictures != places:
+        raise InputError(
+            f"pictures of the row: {pictures}, and places for them in {where}: {places}; expected one for each{told}"
+        )
+
+
 def pictures_of_row(row: Mapping[str, Any], key: str | None = None) -> list[PictureSource]:
     """Returns the pictures beside the content of a row: under `image` or `images`, or under the key that is given.
 

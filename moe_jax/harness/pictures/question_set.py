@@ -1,5 +1,6 @@
 """A set of questions about pictures: how its files are read, its answers scored, and what its server is given."""
 
+import abc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +20,7 @@ class Answered(NamedTuple):
     text: str
 
 
-class QuestionSet:
+class QuestionSet(abc.ABC):
     """Questions in files of one form.
 
     Attributes:
@@ -31,6 +32,7 @@ class QuestionSet:
     figures: ClassVar[Mapping[str, str | Callable[[Sequence[Any]], float]]] = {"acc": "mean"}
     judged_by: ClassVar[str | None] = "answer"
 
+    @abc.abstractmethod
     def reader(self, annotations: Mapping[str, Any]) -> Reader:
         """Returns a function that makes documents of the entries of a file of questions, called in their order.
 
@@ -40,11 +42,10 @@ class QuestionSet:
         Raises:
           InputError: for annotations that are none.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def score(self, document: Document, text: str) -> dict[str, Any]:
         """Returns the value of every figure for an answer; none for what the figure leaves out."""
-        raise NotImplementedError
 
     def upload(self, answered: Sequence[Answered]) -> str:
         """Returns the file for the set's own programs: here the answers of LLaVA's form."""
