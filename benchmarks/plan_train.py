@@ -1,11 +1,12 @@
 """What `moe-jax plan --train` foretells of memory and speed, against real runs of the same recipes on this machine.
 
-    python benchmarks/plan_train.py MODEL [--only CASE ...] [--steps 6] [--out benchmarks/results]
+    python benchmarks/plan_train.py MODEL [--tower TOWER] [--only CASE ...] [--steps 6] [--out benchmarks/results]
 
-MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. Every case is a recipe, which is given to
-`moe-jax plan --train RECIPE --json` and then to `moe-jax train RECIPE`, each a process of its own with nothing compiled
-before. Measured are the highest resident memory of the second, as the kernel counts it, and the median speed of its
-steps after the first. Both are to be foretold within 15 %; the time of checkpoints is not foretold.
+MODEL is SmolLM2-135M-Instruct and TOWER is DINOv2-S, Hugging Face directories; without the second, cases with pictures
+are left out. Every case is a recipe, which is given to `moe-jax plan --train RECIPE --json` and then to
+`moe-jax train RECIPE`, each a process of its own with nothing compiled before. Measured are the highest resident memory
+of the second, as the kernel counts it, and the median speed of its steps after the first. Both are to be foretold
+within 15 %; the time of checkpoints, and of steps with pictures, is not foretold.
 
 The cases take 3 to 7 GB of memory and about a minute each on two idle cores. OUT receives `plan_train.json`.
 """
@@ -24,6 +25,7 @@ from evidence.commands import write_recipe
 from evidence.layouts import PLAN_TRAIN
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT
+from moe_jax.demo.small_world import write_world
 
 GB = 1e9
 LENGTH = 256
@@ -33,15 +35,20 @@ TEXT = ROOT / "BENCHMARKS.md"
 class Case(NamedTuple):
     """Attributes:
     name: of its row.
-    settings: of the recipe, as `--set` takes them.
-    made_by: the command that makes the model of MODEL, without the names of the two; empty: MODEL itself.
+    settings: of the recipe, as `--set` takes them; FOLDER is that of the case.
+    made_by: the command that makes the model of MODEL, without the names of the two; empty: MODEL itself. Of cases with
+      pictures, it is given MODEL with TOWER before it.
+    pictures: number in every row; 0: texts are read.
     """
 
     name: str
     settings: tuple[str, ...] = ()
     made_by: tuple[str, ...] = ()
+    pictures: int = 0
 
 
+_EYE = ("--size", "224", "--projector", "pixel_shuffle:2,linear,gelu,linear", "--placeholder", "<filename>")
+_PROJECTOR, _FFNS = "vision/projector/.*", "layers/.*/mlp/.*"
 _LOW_RANK = ("upcycle", "--experts", "4", "--top-k", "2", "--every", "2", "--delta", "low-rank:16")
 CASES = (
     Case("dense, AdamW"),
@@ -54,6 +61,12 @@ CASES = (
     Case("LoRA of rank 8 on a frozen base", (), ("adapt", "--method", "lora", "--adapter", "lora:8", "--targets",
          "q,v")),
     Case("dense, a checkpoint after every step", ("checkpoint.every=1",)),
+    Case("pictures, stage 1: the projector, features kept", (f'partition.train=["{_PROJECTOR}"]',
+         "data.feature_cache=FOLDER/kept"), pictures=2),
+    Case("pictures, stage 2: language model and projector", ('partition.freeze=["vision/tower/.*"]',), pictures=2),
+    Case("pictures, stage 3: 4 experts in layers 0, 2, 4, ...", (f'partition.train=["{_FFNS}","{_PROJECTOR}"]',),
+         ("upcycle", "--experts", "4", "--top-k", "2", "--every", "2", "--first", "0"), pictures=2),
+    Case("pictures, all with the tower, remat full", ("model.remat=full",), pictures=2),
 )  # fmt: skip
 
 
@@ -64,33 +77,49 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=names, default=names, help="leave the others")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--tower", type=Path, help="DINOv2-S, a Hugging Face directory")
     options = parser.parse_args()
     figures = Figures("plan_train", options.out, writes=True)
-    for case in (case for case in CASES if case.name in options.only):
-        figures.put_row(PLAN_TRAIN.name, case.name, row(case, options.model.absolute(), options.steps))
+    tower = options.tower and options.tower.absolute()
+    for case in (case for case in CASES if case.name in options.only and (tower or not case.pictures)):
+        figures.put_row(PLAN_TRAIN.name, case.name, row(case, options.model.absolute(), tower, options.steps))
         print(json.dumps(figures.rows(PLAN_TRAIN.name)[-1]), flush=True)
     print(PLAN_TRAIN.text(figures))
 
 
-def row(case: Case, model: Path, steps: int) -> list:
+def row(case: Case, model: Path, tower: Path | None, steps: int) -> list:
     """Plans and runs a case; returns its row of the table."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, source = Path(name), TEXT
+        given = [
+            f"run_dir={folder / 'run'}",
+            "train.batch_size=2",
+            *(setting.replace("FOLDER", name) for setting in case.settings),
+        ]
+        flags: tuple[str, ...] = ()
+        if case.pictures:
+            write_world(folder / "world", train=100, test=0)
+            source = folder / "world" / "train.jsonl"
+            given += [f"data.max_pictures={case.pictures}", "data.chat_template=llava-v1"]
+            flags = "--pictures", str(case.pictures)
+            run(folder, "attach", str(model), str(folder / "seeing"), "--tower", str(tower), *_EYE)
+            model = folder / "seeing"
         if case.made_by:
-            verb, *flags = case.made_by
-            run(folder, verb, str(model), str(folder / "model"), *flags)
+            verb, *options = case.made_by
+            run(folder, verb, str(model), str(folder / "model"), *options)
             model = folder / "model"
         recipe = write_recipe(
-            folder / "recipe.toml", TEXT, seq_len=LENGTH, learning_rate=1e-5, warmup_steps=0, steps=steps
+            folder / "recipe.toml", source, seq_len=LENGTH, learning_rate=1e-5, warmup_steps=0, steps=steps
         )
-        given = [f"model.path={model}", f"run_dir={folder / 'run'}", "train.batch_size=2", *case.settings]
-        output, _ = run(folder, "plan", "--train", str(recipe), "--set", *given, "--json")
+        given.append(f"model.path={model}")
+        output, _ = run(folder, "plan", "--train", str(recipe), *flags, "--set", *given, "--json")
         planned = json.loads(output)["training"]
         _, peak = run(folder, "train", str(recipe), "--set", *given)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         # The first step is compiled in its time.
         speed = statistics.median(json.loads(line)["tokens_per_second"] for line in lines[1:])
-    foretold = None if "checkpoint.every=1" in case.settings else planned["time"]["tokens_per_second"]
+    timed = not case.pictures and "checkpoint.every=1" not in case.settings
+    foretold = planned["time"]["tokens_per_second"] if timed else None
     return [
         case.name,
         planned["total"] / GB,

@@ -9,7 +9,8 @@ routers) and the projector on more questions, of the dense model and of MoEs mad
 same 200 questions, greedily, and again with the pictures shuffled among the questions: what is then right is chance.
 What the experts of the vanilla MoE have learnt is made smaller as DeRS does.
 
-FOLDER keeps the models of a seed until they are measured (5 GB); a run that was stopped goes on there. OUT receives
+FOLDER keeps the models of a seed until they are measured (5 GB); a run that was stopped goes on there, and the minutes
+of what was stopped are then not written down. Three seeds take an hour and a half on two idle cores. OUT receives
 `small_world.json`.
 """
 
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +31,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 
 import moe_jax
-from evidence.layouts import SMALL_WORLD, SMALL_WORLD_KINDS, SMALL_WORLD_SMALLER
-from evidence.results import RESULTS, Figures
-from moe_jax.demo.small_world import CHANCE, write_world
+from evidence.results import RESULTS
+from evidence.small_world import VANILLA, SmallWorldFile, tables
+from moe_jax.demo.small_world import write_world
 
 PICTURES, ASKED = 1600, 200
 EYE = dict(size=112, features="8", projector="pixel_shuffle:2,linear,gelu,linear", placeholder="<filename>")
@@ -49,6 +51,7 @@ class Stage(NamedTuple):
     partition: the parameters that are trained.
     rate: the highest learning rate, and that of the projector.
     steps, rows, seq_len: of the training.
+    max_pictures: in a row.
     """
 
     data: str
@@ -58,16 +61,17 @@ class Stage(NamedTuple):
     steps: int
     rows: int
     seq_len: int
+    max_pictures: int
 
 
 STAGES = {
-    "1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 1e-3, 1e-3, 80, 32, 30),
-    "2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 100, 16, 48),
-    "3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 40, 16, 48),
+    "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 1e-3, 1e-3, 170, 1, 184, 8),
+    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 120, 2, 168, 4),
+    "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 24, 2, 168, 4),
 }
 KINDS: dict[str, dict[str, Any] | None] = {
     "dense": None,
-    "vanilla MoE": {"delta": "full"},
+    VANILLA: {"delta": "full"},
     "DeRS-LM": {"delta": "low-rank:8"},
     "DeRS-SM": {"delta": "sparse:0.99"},
 }
@@ -86,7 +90,6 @@ class Questions:
     def __init__(self, world: Path):
         lines = [json.loads(line) for line in (world / "test.jsonl").read_text("utf-8").splitlines()]
         self.pictures = [world / line["image"] for line in lines]
-        self.kinds = [line["kinds"][0] for line in lines]
         self.asked, self.answers = zip(
             *([turn["value"] for turn in line["conversations"]] for line in lines), strict=True
         )
@@ -103,7 +106,7 @@ def trained(model: Path, stage: Stage, trial: "Trial", run: Path) -> Path:
         "data": {
             "sources": [{"path": str(trial.world / f"{stage.data}.jsonl")}],
             "seq_len": stage.seq_len,
-            "max_pictures": 1,
+            "max_pictures": stage.max_pictures,
             "chat_template": template,
             "feature_cache": str(trial.folder.parent / "features"),
         },
@@ -131,7 +134,7 @@ class Trial:
     def made(self, name: str) -> moe_jax.Model:
         """A model, which is trained, or made smaller, unless the folder has it."""
         if name in SMALLER:
-            return moe_jax.compress(self.made("vanilla MoE"), base=self.made("stage 2"), **SMALLER[name])
+            return moe_jax.compress(self.made(VANILLA), base=self.made("stage 2"), **SMALLER[name])
         return moe_jax.load(self.path_of(name))
 
     def path_of(self, name: str) -> Path:
@@ -152,25 +155,25 @@ class Trial:
                 begins = self.path_of("stage 2")
             elif not begins.exists():
                 moe_jax.upcycle(self.path_of("stage 2"), begins, **MOE, **options)
-        return trained(begins, STAGES[name[-1] if name.startswith("stage") else "3"], self, run)
+        return trained(begins, STAGES.get(name, STAGES["stage 3"]), self, run)
 
     def forget(self) -> None:
         """Removes what is kept."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def right(self, name: str, *, shuffled: bool = False) -> dict[str, list[bool]]:
-        """Whether every question is answered with its word and nothing else, by kinds."""
-        model, asked = self.made(name), Questions(self.world)
+    def right(self, model: moe_jax.Model, *, shuffled: bool = False) -> list[bool]:
+        """Whether every question is answered with its word and nothing else."""
+        asked = Questions(self.world)
         order = np.arange(len(asked.asked))
         if shuffled:
             order = np.random.default_rng(self.seed).permutation(order)
-        found: dict[str, list[bool]] = {kind: [] for kind in CHANCE}
+        found = []
         for start in range(0, len(order), AT_ONCE):
             few = slice(start, start + AT_ONCE)
             pictures = [asked.pictures[number] for number in order[few]]
             said = moe_jax.generate(model, list(asked.asked[few]), image=pictures, max_new_tokens=4)
-            for kind, one, answer in zip(asked.kinds[few], said, asked.answers[few], strict=True):
-                found[kind].append(one.text is not None and one.text.strip() == answer and one.stopped)
+            for one, answer in zip(said, asked.answers[few], strict=True):
+                found.append(one.text is not None and one.text.strip() == answer and one.stopped)
         return found
 
 
@@ -187,27 +190,25 @@ def made_models(data: Path, work: Path) -> tuple[Path, Path]:
     return found[0], found[1]
 
 
-def share(right: dict[str, list[bool]]) -> float:
-    return 100 * float(np.mean([one for answers in right.values() for one in answers]))
-
-
-def measure(trial: Trial, figures: Figures) -> None:
+def measure(trial: Trial, results: SmallWorldFile) -> None:
     """Trains and asks all models of a seed that are not in the results yet."""
-    known = {str(row[0]) for row in figures.rows(SMALL_WORLD.name) if row[1] == trial.seed}
-    for name in KINDS:
-        if name in known:
-            continue
-        right, blind = trial.right(name), trial.right(name, shuffled=True)
-        for kind, answers in right.items():
-            shares = [100 * float(np.mean(answers)), 100 * float(np.mean(blind[kind])), 100 * CHANCE[kind]]
-            figures.put_row(SMALL_WORLD_KINDS.name, f"{name}, {trial.seed}, {kind}", [name, trial.seed, kind, *shares])
-        figures.put_row(SMALL_WORLD.name, f"{name}, {trial.seed}", [name, trial.seed, share(right), share(blind)])
-        print(name, trial.seed, {kind: float(np.mean(answers)) for kind, answers in right.items()}, flush=True)
-    known = {str(row[0]) for row in figures.rows(SMALL_WORLD_SMALLER.name) if row[1] == trial.seed}
-    for name in SMALLER:
-        if name not in known:
-            cells = [name, trial.seed, share(trial.right(name))]
-            figures.put_row(SMALL_WORLD_SMALLER.name, f"{name}, {trial.seed}", cells)
+    minutes: dict[str, float] = {}
+    is_whole = not trial.folder.exists()
+    missing = [name for name in (*KINDS, *SMALLER) if results.get("answers", name, str(trial.seed)) is None]
+    for name in ("stage 1", "stage 2", *missing) if missing else ():
+        start = time.monotonic()
+        if name in STAGES:
+            trial.path_of(name)
+        else:
+            model = trial.made(name)
+            right = {"seen": trial.right(model)}
+            if name in KINDS:
+                right["shuffled"] = trial.right(model, shuffled=True)
+            results.put_answers(name, trial.seed, **right)
+            print(name, trial.seed, {how: float(np.mean(answers)) for how, answers in right.items()}, flush=True)
+        minutes[name] = (time.monotonic() - start) / 60
+    if missing and is_whole:
+        results.put("minutes", str(trial.seed), value=minutes)
     trial.forget()
 
 
@@ -218,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)
-    figures = Figures("small_world", options.out, writes=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = SmallWorldFile(options.out / "small_world.json", writes=True)
     with tempfile.TemporaryDirectory() as name:
         work = options.work or Path(name)
         work.mkdir(parents=True, exist_ok=True)
@@ -227,9 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not world.exists():
             write_world(world, seed=WORLD, train=PICTURES, test=ASKED)
         for seed in options.seeds:
-            measure(Trial(work, world, *parts, seed), figures)
-    for table in (SMALL_WORLD, SMALL_WORLD_KINDS, SMALL_WORLD_SMALLER):
-        print(table.text(figures))
+            measure(Trial(work, world, *parts, seed), results)
+    print(*tables(results).values(), sep="\n\n")
 
 
 # Rates and steps were chosen on another world, of seed 0.

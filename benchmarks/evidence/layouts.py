@@ -189,19 +189,6 @@ PICTURE_SHARE = Table(
     ("features", "epoch", "seconds of a step", "of which the tower, against the last row"),
     ("{}", "{}", "{:.2f}", "{:.1%}"),
 )
-SMALL_WORLD = Table(
-    "answers",
-    ("model", "seed", "right answers, %", "with shuffled pictures, %"),
-    ("{}", "{}", "{:.1f}", "{:.1f}"),
-)
-SMALL_WORLD_KINDS = Table(
-    "kinds",
-    ("model", "seed", "questions", "right, %", "with shuffled pictures, %", "by chance, %"),
-    ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}"),
-)
-SMALL_WORLD_SMALLER = Table(
-    "smaller", ("experts of the vanilla MoE", "seed", "right answers, %"), ("{}", "{}", "{:.1f}")
-)
 FAMILIES_COMPRESSED = Table(
     "compressed and tuned",
     ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import barycenters.report
 import evidence.equal_bytes.report
+import evidence.small_world
 import evidence.studies.report
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
@@ -163,7 +164,7 @@ SECTIONS = (
     ),
     _program(
         "plan_train",
-        "python benchmarks/plan_train.py MODEL",
+        "python benchmarks/plan_train.py MODEL --tower TOWER",
         (*_TRAINING, "moe_jax/peft", "moe_jax/planning/planned_training.py", "moe_jax/core/data_sheets.py"),
         layouts.PLAN_TRAIN,
     ),
@@ -336,6 +337,19 @@ SECTIONS = (
         ("moe_jax/images", "moe_jax/data/pictures", "moe_jax/data/packing.py", "moe_jax/model_io/frozen_tower.py"),
         layouts.PICTURES_READ,
         layouts.PICTURE_SHARE,
+    ),
+    Section(
+        "small_world",
+        "python benchmarks/small_world.py DATA",
+        (
+            "benchmarks/small_world.py",
+            "moe_jax/demo/small_world.py",
+            *_TRAINING,
+            "moe_jax/images",
+            "moe_jax/compression",
+        ),
+        lambda folder: evidence.small_world.SmallWorldFile(folder / "small_world.json"),
+        evidence.small_world.tables,
     ),
     _program(
         "encoder_decoders",
