@@ -33,6 +33,7 @@ import numpy as np
 import moe_jax
 from evidence.results import RESULTS
 from evidence.small_world import VANILLA, SmallWorldFile, tables
+from moe_jax.commands.environment import ask_for_huge_pages, keep_compiled_programs
 from moe_jax.demo.small_world import write_world
 
 PICTURES, ASKED = 1600, 200
@@ -65,8 +66,8 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 1e-3, 1e-3, 170, 1, 184, 8),
-    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 120, 2, 168, 4),
+    "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 1e-3, 1e-3, 140, 1, 184, 8),
+    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 130, 2, 168, 4),
     "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 24, 2, 168, 4),
 }
 KINDS: dict[str, dict[str, Any] | None] = {
@@ -238,4 +239,7 @@ WORLD = 1
 
 
 if __name__ == "__main__":
+    # As the commands do.
+    ask_for_huge_pages()
+    keep_compiled_programs()
     main()
