@@ -1,5 +1,6 @@
 """The verb generate: continues or answers prompts, and says why every text ends."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,11 @@ from moe_jax.api.model import Loading, Model, ModelOrPath, open_model, with_opti
 from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.data.end_tokens import end_tokens
+from moe_jax.data.pictures.picture_messages import conversation_text, places_of, taken_pictures
 from moe_jax.distributed.processes import is_first_process
 from moe_jax.generation.engine import SECONDS_SEEN
-from moe_jax.generation.pictures import see_prompts
-from moe_jax.generation.spec import GenerateSpec
+from moe_jax.generation.pictures import given_picture, see_prompts
+from moe_jax.generation.spec import GenerateSpec, Picture
 from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, stream_texts
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
@@ -105,7 +107,9 @@ def generate(
       model: a model, or the path of one.
       prompt: a text, before which BOS is put where the tokenizer does so, and after which EOS is put for an encoder; or
         token ids, taken as they are; or a conversation, `[{"role": "user", "content": "..."}]`, written by the chat
-        template of the tokenizer up to where the answer begins; or a list of such prompts.
+        template of the tokenizer up to where the answer begins; or a list of such prompts. A content may also be a list
+        of parts, `{"type": "text", "text": "..."}` and `{"type": "image", "image": ...}`, with the path of a picture,
+        its pixels UInt8[H, W, 3], a data URL or base64.
       spec: the options.
 
     Returns:
@@ -123,9 +127,26 @@ def generate(
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
     chat = any(is_conversation(one) for one in prompts)
+    prompts, spec = with_pictures_apart(prompts, spec)
     sees = bool(spec.images)
     results, _ = continue_prompts(model, [prompt_ids(one, model, pictures=sees) for one in prompts], spec, chat=chat)
     return results[0] if single else results
+
+
+def with_pictures_apart(prompts: Sequence[Prompt], wanted: GenerateSpec) -> tuple[list[Any], GenerateSpec]:
+    """Takes pictures out of conversations, where parts hold them: they become those that the options have.
+
+    Returns prompts and options; raises `InputError` for pictures in both, or for a part that holds none.
+    """
+    pictures: list[Picture] = []
+    made: list[Any] = []
+    for prompt in prompts:
+        taken = taken_pictures(prompt, given_picture) if is_conversation(prompt) else None
+        made.append(prompt if taken is None else taken.messages)
+        pictures += () if taken is None else taken.pictures
+    if pictures and wanted.images:
+        raise InputError("pictures are parts of messages, or given by image (--image) for `<image>` in texts; not both")
+    return made, dataclasses.replace(wanted, image=tuple(pictures)) if pictures else wanted
 
 
 def continue_prompts(
@@ -198,7 +219,8 @@ def _speed(arrivals: Sequence[tuple[float, int]]) -> Speed:
 def prompt_ids(prompt: Prompt, model: Model, *, pictures: bool = False) -> list[int]:
     """Returns the tokens of a prompt of any form that `generate` takes; raises the same errors.
 
-    With `pictures`, a text has places for some (`Tokenizer.prompt`).
+    With `pictures`, texts have places for some (`Tokenizer.encode`); those of conversations are taken out before
+    (`with_pictures_apart`).
     """
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
@@ -207,8 +229,13 @@ def prompt_ids(prompt: Prompt, model: Model, *, pictures: bool = False) -> list[
         return tokenizer.prompt(prompt, pictures=pictures and model.config.vision is not None).tolist()
     if is_conversation(prompt):
         tokenizer = tokenizer_of(model, "a conversation", "give the prompt as token ids (--ids)")
-        template: Any = load_chat_template(tokenizer.path)
-        return tokenizer.encode(template(prompt, add_generation_prompt=True)).tolist()
+        messages: Any = prompt
+        template = load_chat_template(tokenizer.path)
+        if not pictures:
+            return tokenizer.encode(template(messages, add_generation_prompt=True)).tolist()
+        model.config.check_sees("pictures in prompts")
+        text = conversation_text(messages, places_of(messages), template)
+        return tokenizer.encode(text, pictures=True).tolist()
     ids: Any = prompt
     return [int(token) for token in ids]
 

@@ -6,14 +6,16 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from moe_jax.commands.options import OneModel, command_options, given_to, parse_mesh
-from moe_jax.core.errors import InputError, shown
+from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import Message, load_chat_template
+from moe_jax.data.pictures.picture_sources import MARK
 from moe_jax.files.storage_path import nearest_path
 from moe_jax.generation.spec import GenerateSpec
 
@@ -35,12 +37,14 @@ class _Command(OneModel):
     after it."""
     prompts_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A file of prompts: a text file with one per line, or *.jsonl with {"prompt": "..."} or {"messages": [...]}, which
-    the chat template writes, on every line. Empty lines are skipped."""
+    the chat template writes, on every line. Messages may have pictures, as parts {"type": "image", "image": NAME} with
+    names inside of the file's folder, or base64. Empty lines are skipped."""
     ids: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID,ID,...")] = ()
     """A prompt as token ids, used unchanged; may be given several times. Needs no tokenizer."""
     chat: bool = False
-    """Prompts are questions, each written by the model's chat template. Without prompts, a conversation: lines from the
-    terminal, or from standard input, are answered one after the other, with all that was said before."""
+    """Prompts are questions, each written by the model's chat template; a question without <image> is about all
+    pictures. Without prompts, a conversation: lines from the terminal, or from standard input, are answered one after
+    the other, with all that was said before; a line /image FILE shows a picture."""
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """With --chat, the message that says what the model is to be."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -67,6 +71,7 @@ GROUPS = {
 EXAMPLES = """
 moe-jax generate model-dir --prompt "Once upon a time" --max-new-tokens 100
 moe-jax generate llava-dir --prompt "USER: <image> Where is this? ASSISTANT:" --image photo.jpg
+moe-jax generate llava-dir --chat --prompt "Where is this?" --image photo.jpg
 # a conversation
 moe-jax generate SmolLM2-135M-Instruct --chat
 moe-jax generate model-dir --chat --prompts-file questions.jsonl --json
@@ -81,8 +86,11 @@ def run(options: _Command) -> None:
         raise InputError("--system goes with --chat")
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     texts: list[Any] = [*options.prompt, *_prompts_of(options.prompts_file)]
+    wanted = given_to(GenerateSpec, options)
     if options.chat:
-        texts = [[*system, {"role": "user", "content": one}] if isinstance(one, str) else one for one in texts]
+        if len(texts) == 1 and isinstance(texts[0], str) and wanted.images and MARK not in texts[0]:
+            texts, wanted = [_about(wanted.images, texts[0])], dataclasses.replace(wanted, image=())
+        texts = [one if _is_messages(one) else [*system, {"role": "user", "content": one}] for one in texts]
     prompts: list[Any] = [*texts, *map(_parse_ids, options.ids)]
     converses = options.chat and not prompts
     if not prompts and not converses:
@@ -92,14 +100,14 @@ def run(options: _Command) -> None:
         raise InputError("a conversation and --stream need a model in one process; give --prompt, or no --mesh")
     if options.stream and (options.json or len(prompts) > 1):
         raise InputError("--stream is for one prompt, and not for --json")
-    if converses and given_to(GenerateSpec, options).images:
-        raise InputError("--image is for prompts, which hold placeholders, and not for a conversation")
+    if converses and wanted.images:
+        raise InputError("--image is for prompts; in a conversation, /image FILE shows a picture")
     if converses and options.json:
         raise InputError("--json is for prompts, and not for a conversation")
     sizes = None if options.mesh is None else parse_mesh(options.mesh)
 
     # All that needs neither JAX nor the model has been checked.
-    from moe_jax.api.generate import continue_prompts, is_conversation, prompt_ids
+    from moe_jax.api.generate import continue_prompts, is_conversation, prompt_ids, with_pictures_apart
     from moe_jax.api.model import Loading, Model
     from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
     from moe_jax.distributed.sharding import make_mesh
@@ -112,10 +120,10 @@ def run(options: _Command) -> None:
     source = options.open()
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
     model = Model.of_source(source, loading)
-    wanted = given_to(GenerateSpec, options)
     if converses:
         _converse(model, system, wanted)
         return
+    prompts, wanted = with_pictures_apart(prompts, wanted)
     ids = [prompt_ids(prompt, model, pictures=bool(wanted.images)) for prompt in prompts]
     # While somebody reads along, the time decides how many tokens are computed at once, which must be the same in all.
     streams = not joined and len(prompts) == 1 and not options.json and (options.stream or sys.stdout.isatty())
@@ -153,6 +161,16 @@ def run(options: _Command) -> None:
     notes = [*_endings(results), _show_speed(speed), *_advice(model, plain), *_notes_on_length(model, results, wanted)]
     for note in notes:
         print(f"moe-jax: {note}", file=sys.stderr)
+
+
+def _about(pictures: Sequence[Any], text: str) -> list[dict[str, Any]]:
+    """Returns the content of a message that shows pictures before its text."""
+    return [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]
+
+
+def _is_messages(prompt: Any) -> bool:
+    """Whether a prompt is a conversation, and not the content of a message."""
+    return isinstance(prompt, list) and "role" in prompt[0]
 
 
 def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
@@ -231,7 +249,7 @@ def _prompts_of(path: Path | None) -> list[Any]:
         raise InputError(f"{path} is not UTF-8 text: {error}") from None
     is_jsonl = path.suffix == ".jsonl"
     prompts = [
-        _prompt_of(line, f"{path}, line {number}") if is_jsonl else line
+        _prompt_of(line, path.parent, f"{path}, line {number}") if is_jsonl else line
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -240,19 +258,34 @@ def _prompts_of(path: Path | None) -> list[Any]:
     return prompts
 
 
-def _prompt_of(line: str, where: str) -> Any:
+def _prompt_of(line: str, folder: Path, where: str) -> Any:
     from moe_jax.data.chat_template import check_messages
+    from moe_jax.data.pictures.picture_messages import replaced_pictures, taken_pictures
     from moe_jax.files.json_toml import parse_json
 
     value = parse_json(line.encode(), where=where)
     if isinstance(value, dict) and "messages" in value:
         try:
-            return check_messages(value["messages"])
+            messages = replaced_pictures(value["messages"], partial(_picture_beside, folder))
+            check_messages(taken_pictures(messages, lambda picture, _: picture).messages, pictures=True)
+            return messages
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         raise InputError(f'{where}: expected an object with a text "prompt" or with "messages", got {shown(value)}')
     return value["prompt"]
+
+
+def _picture_beside(folder: Path, value: Any, where: str) -> dict[str, Any]:
+    """Returns a part of a message with a picture; a name does not lead out of the folder."""
+    from moe_jax.generation.pictures import given_picture
+    from moe_jax.images.picture_files import PictureFolder
+
+    picture = given_picture(value, where)
+    if isinstance(picture, str):
+        PictureFolder(folder).check(picture)
+        picture = folder / picture
+    return {"type": "image", "image": picture}
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -263,6 +296,7 @@ def _parse_ids(text: str) -> list[int]:
 
 
 _HELP = "/clear forgets what was said, /exit ends; Ctrl-C ends an answer"
+_HELP_ON_PICTURES = "/image FILE shows a picture, with what you write next"
 
 
 def _converse(model: "Model", system: Sequence[Message], wanted: GenerateSpec) -> None:
@@ -270,9 +304,9 @@ def _converse(model: "Model", system: Sequence[Message], wanted: GenerateSpec) -
 
     For every answer the whole conversation, which begins with the messages of `system`, is read anew, because a
     template may write earlier messages in another way. Answers are printed as they come; Ctrl-C ends one, and its text
-    so far stays in the conversation.
+    so far stays in the conversation. A picture that /image names is shown with the line after it.
     """
-    from moe_jax.api.generate import continue_prompts, prompt_ids
+    from moe_jax.api.generate import continue_prompts, prompt_ids, with_pictures_apart
     from moe_jax.api.measure import tokenizer_of
 
     load_chat_template(tokenizer_of(model, "a conversation", "give prompts as token ids (--ids)").path)
@@ -280,15 +314,20 @@ def _converse(model: "Model", system: Sequence[Message], wanted: GenerateSpec) -
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # lines can be edited and called back
-        print(_HELP, file=sys.stderr)
+        print(_HELP, *([] if model.config.vision is None else [_HELP_ON_PICTURES]), sep="\n", file=sys.stderr)
     said: list[Message] = [*system]
+    shown_next: list[Any] = []
     for line in _lines():
         if line in ("/exit", "/quit"):
             return
         if line == "/clear":
-            said = [*system]
+            said, shown_next = [*system], []
             continue
-        said.append({"role": "user", "content": line})
+        if line.split()[0] == "/image":
+            shown_next += _picture_to_show(model, line.removeprefix("/image").strip())
+            continue
+        said.append({"role": "user", "content": _about(shown_next, line) if shown_next else line})
+        shown_next = []
         pieces: list[str] = []
 
         def show(row: int, text: str, pieces: list[str] = pieces) -> None:
@@ -298,8 +337,9 @@ def _converse(model: "Model", system: Sequence[Message], wanted: GenerateSpec) -
 
         notes = []
         try:
-            ids = [prompt_ids(said, model)]
-            (result,), speed = continue_prompts(model, ids, wanted, show, chat=True)
+            (prompt,), seen = with_pictures_apart([said], wanted)
+            ids = [prompt_ids(prompt, model, pictures=bool(seen.images))]
+            (result,), speed = continue_prompts(model, ids, seen, show, chat=True)
             notes = [*_endings([result]), _show_speed(speed), *_notes_on_length(model, [result], wanted)]
         except KeyboardInterrupt as interrupt:
             if type(interrupt) is not KeyboardInterrupt:  # a signal that is not Ctrl-C ends the program
@@ -310,6 +350,25 @@ def _converse(model: "Model", system: Sequence[Message], wanted: GenerateSpec) -
         for note in notes:
             print(f"moe-jax: {note}", file=sys.stderr)
         said.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _picture_to_show(model: "Model", name: str) -> list[Any]:
+    """Returns the picture of a file, and says what it is; none, and what is wrong, if it cannot be shown."""
+    from moe_jax.images.picture_files import read_picture
+    from moe_jax.nn.projector import tokens_per_picture
+
+    try:
+        vision = model.config.check_sees("pictures")
+        if not name:
+            raise InputError("/image FILE: the name of a picture is missing")
+        pixels = read_picture(Path(name).expanduser())
+    except (InputError, OSError) as error:
+        print(f"moe-jax: {first_sentence(error)}", file=sys.stderr)
+        return []
+    height, width, _ = pixels.shape
+    tokens = tokens_per_picture(vision, model.config.d_model)
+    print(f"moe-jax: {name}, {width} x {height}, {tokens} tokens: shown with what you write next", file=sys.stderr)
+    return [pixels]
 
 
 def _lines() -> Iterator[str]:

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -50,6 +51,10 @@ class Options(OneModel):
         int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="(default: what the model was trained for)")
     ] = None
     """Tokens of a prompt and its answer together, at most."""
+    allow_image_folder: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: requests hold their pictures)")
+    ] = None
+    """Of a model that sees: a folder whose pictures requests may name. Nothing is ever fetched."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the activations."""
 
@@ -81,6 +86,7 @@ def run(options: Options) -> None:
         raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
     from moe_jax.api.measure import tokenizer_of
     from moe_jax.api.model import Loading, Model
+    from moe_jax.images.picture_files import PictureFolder
     from moe_jax.serve.app import App
     from moe_jax.serve.connections import Server, server_config
     from moe_jax.serve.scheduler import Scheduler
@@ -88,6 +94,10 @@ def run(options: Options) -> None:
     source = options.open()
     model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
+    pictures = None
+    if options.allow_image_folder is not None:
+        model.config.check_sees("--allow-image-folder")
+        pictures = PictureFolder(options.allow_image_folder)
     with _listening(options.host, options.port) as listener:
         scheduler = Scheduler(model.decoder, slots=options.seats, waiting=options.waiting, context=options.context)
         try:
@@ -97,7 +107,7 @@ def run(options: Options) -> None:
             name = options.name or options.model.resolve().name
             access = Access(_api_key(options), is_local(listener.getsockname()[0]))
             _warn_if_open(access)
-            app = App(model, tokenizer, scheduler, name, access)
+            app = App(model, tokenizer, scheduler, name, access, pictures)
             config = server_config(app, requests=scheduler.most, log_level="warning", access_log=False)
             server = Server(config, scheduler.stop, say=_say)
             seats = f"{options.seats} seats of {scheduler.context} tokens"

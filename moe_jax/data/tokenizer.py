@@ -150,17 +150,18 @@ class Tokenizer:
         """Number of tokens that the file knows."""
         return self._tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, Int32[n], whole and without special tokens."""
-        return self._checked(self._encoded(text).ids)
-
-    def prompt(self, text: str, *, pictures: bool = False) -> np.ndarray:
-        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so.
+    def encode(self, text: str, *, pictures: bool = False) -> np.ndarray:
+        """Returns the ids of `text`, Int32[n], whole and without special tokens.
 
         With `pictures`, each `<image>` in it is one id: the token that the model has for pictures, or else -1.
         """
-        ids = self._encoded_around_pictures(text).ids if pictures else self._encoded(text).ids
-        return self._checked(ids if self._bos is None else np.append(ids.dtype.type(self._bos), ids))
+        return self._checked(self._encoded_around_pictures(text).ids if pictures else self._encoded(text).ids)
+
+    def prompt(self, text: str, *, pictures: bool = False) -> np.ndarray:
+        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so; with
+        `pictures` as of `encode`."""
+        ids = self.encode(text, pictures=pictures)
+        return ids if self._bos is None else np.append(np.int32(self._bos), ids)
 
     @property
     def bos(self) -> int | None:

@@ -24,7 +24,7 @@ from moe_jax.distributed.sharding import mesh_of
 from moe_jax.functional.sampling import sample
 from moe_jax.generation.ahead import Ahead
 from moe_jax.generation.continued_rows import Asked, Rows
-from moe_jax.generation.pictures import Pictures
+from moe_jax.generation.pictures import PictureFeatures, Pictures
 from moe_jax.generation.sizes import Mover, Size, resized
 from moe_jax.kernels.hardware import bucket
 from moe_jax.nn import Decoder, init_cache, unstacked
@@ -59,6 +59,7 @@ def read_prompts(
     scores: bool = False,
     scores_prompt: bool = False,
     pixels: UInt8[Array, "B M H W 3"] | None = None,
+    features: Float[Array, "B M n w"] | None = None,
     slots: Int[Array, "B T"] | None = None,
 ) -> tuple[Rows, Int[Array, "1 B"], Scores | None, Scores | None]:
     """Reads prompts, padded on the right, and chooses the first token of every row.
@@ -75,7 +76,7 @@ def read_prompts(
       draws: whether any row may have a temperature.
       scores: whether any row may want log-probabilities.
       scores_prompt: whether the tokens of the prompt are scored; of one row.
-      pixels, slots: pictures in the prompts, as in `Decoder`.
+      pixels, features, slots: pictures in the prompts, as in `Decoder`.
 
     Returns:
       The rows; the first tokens, and their scores, as of `continue_rows`; the scores of the prompt's tokens from the
@@ -96,7 +97,14 @@ def read_prompts(
         last = jnp.zeros_like(lengths)
     else:
         out = model.activations(
-            prompts, pixels=pixels, slots=slots, positions=in_row, valid=valid, caches=caches, begins=True
+            prompts,
+            pixels=pixels,
+            features=features,
+            slots=slots,
+            positions=in_row,
+            valid=valid,
+            caches=caches,
+            begins=True,
         )
         last = lengths - 1
     assert out.caches is not None
@@ -260,7 +268,7 @@ class Engine:
         *,
         least: int = 16,
         scores_prompt: bool = False,
-        pictures: Pictures | None = None,
+        pictures: Pictures | PictureFeatures | None = None,
     ) -> tuple[Rows, Block, Scores | None]:
         """Reads prompts together; returns what `read_prompts` does.
 
@@ -275,7 +283,9 @@ class Engine:
         padded = _padded(prompts, length)
         seen = {}
         if pictures is not None:
-            seen = {"pixels": jnp.asarray(pictures.pixels), "slots": jnp.asarray(_padded(pictures.slots, length))}
+            of_pictures, slots = pictures
+            name = "pixels" if isinstance(pictures, Pictures) else "features"
+            seen = {name: jnp.asarray(of_pictures), "slots": jnp.asarray(_padded(slots, length))}
         with self._over_mesh():
             rows, tokens, scores, of_prompt = read_prompts(
                 *self._parts,

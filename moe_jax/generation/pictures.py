@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Array, Float, UInt8
 
 from moe_jax.core.errors import InputError, shown
+from moe_jax.data.pictures.picture_sources import picture_of
 from moe_jax.generation.spec import Picture
+from moe_jax.images.decoding import decode_picture
 from moe_jax.images.picture_files import read_picture
 from moe_jax.images.processing import pixels_of
 from moe_jax.images.slots import place_pictures
@@ -27,6 +29,13 @@ class Pictures(NamedTuple):
     """
 
     pixels: UInt8[np.ndarray, "B M H W 3"]
+    slots: list[list[int]]
+
+
+class PictureFeatures(NamedTuple):
+    """The same, with features in place of pixels, as an image encoder makes them of these."""
+
+    features: Float[Array, "B M n w"]
     slots: list[list[int]]
 
 
@@ -70,6 +79,22 @@ def see_prompts(
         for place in range(row.pictures):
             pixels[index, place] = pixels_of(_decoded(next(left), remark), vision.processing)
     return prompts, Pictures(pixels, [row.slots for row in rows])
+
+
+def given_picture(value: Any, where: str) -> Picture:
+    """Returns the picture that a part of a message names or holds, as `see_prompts` takes it.
+
+    Args:
+      value: the path of a picture, its pixels, a data URL or base64, or OpenAI's `{"url": ...}` of these.
+      where: the value stands; for messages.
+
+    Raises:
+      InputError: for anything else, an address on the network, and bytes that are no picture.
+    """
+    if isinstance(value, np.ndarray | os.PathLike):
+        return value
+    source = picture_of(value, where)
+    return source.name if source.data is None else decode_picture(source.data, where)
 
 
 def _decoded(picture: Any, remark: Callable[[str], None] | None) -> UInt8[np.ndarray, "H W 3"]:

@@ -59,6 +59,8 @@ class Answer:
             scores=scores,
             scores_prompt=scores and request.echo,
             streams=request.stream,
+            pictures=prompt.pictures,
+            slots=prompt.slots,
         )
         self.made = 0
 

@@ -21,8 +21,10 @@ from moe_jax.api.model import Model
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.images.picture_files import PictureFolder
 from moe_jax.serve.access import Access
 from moe_jax.serve.answers import Answer, Piece, TokenTexts
+from moe_jax.serve.given_pictures import PictureReader
 from moe_jax.serve.lanes import Lane
 from moe_jax.serve.openai import MOST_VALUES, model_of, read_chat, read_completion
 from moe_jax.serve.openai import Request as Asked
@@ -32,6 +34,8 @@ from moe_jax.serve.scheduler import Closed, Full, Scheduler
 
 MOST_BYTES = 16 << 20
 """Largest body of a request."""
+MOST_BYTES_WITH_PICTURES = 64 << 20
+"""Largest body of a request to a model that sees."""
 _SECONDS_TO_RETRY = 1
 _SECONDS_OF_BODY = 60.0
 _SHORT = 1 << 16  # bytes of a request that is read in no time
@@ -40,20 +44,29 @@ T = TypeVar("T")
 
 
 class App(Starlette):
-    """The application of the server of one model, called `name`; whoever started its scheduler closes it."""
+    """The application of the server of one model, called `name`; whoever started its scheduler closes it.
+
+    Requests to a model that sees may name pictures in the folder of `pictures`; None: they hold all of theirs.
+    """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str, access: Access | None = None
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        name: str,
+        access: Access | None = None,
+        pictures: PictureFolder | None = None,
     ):
         self._access = access or Access()
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
         self._texts = TokenTexts(tokenizer)
-        vision = model.config.vision
+        self._sees = model.config.vision is not None
         self._prompts = PromptReader(
             tokenizer,
             vocab_size=model.config.vocab_size,
             context=scheduler.context,
-            placeholder=None if vision is None else vision.placeholder,
+            sees=PictureReader(model.config, pictures) if self._sees else None,
         )
         # A long request is read beside short ones.
         self._short, self._long, self._reading = Lane(), Lane(), 0
@@ -146,7 +159,7 @@ class App(Starlette):
 
         Raises `ProtocolError` for a request that is not right, or that finds no place.
         """
-        content = await _content(http)
+        content = await _content(http, MOST_BYTES_WITH_PICTURES if self._sees else MOST_BYTES)
         if self._reading >= self._scheduler.most:
             raise _full()
 
@@ -177,8 +190,8 @@ class App(Starlette):
         return asked, [self._prompts.of(prompt, echo=asked.echo) for prompt in asked.prompts]
 
     def _read_chat(self, body: Any) -> tuple[Asked, list[Prompt]]:
-        asked = read_chat(body)
-        return asked, [self._prompts.of_conversation(asked.messages)]
+        asked = read_chat(body, sees=self._sees)
+        return asked, [self._prompts.of_conversation(asked.messages, asked.pictures)]
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         name = f"{prefix}-{secrets.token_hex(12)}"
@@ -301,15 +314,15 @@ async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
             answer.cancel()
 
 
-async def _content(http: Request) -> bytes:
-    """The body of a request; raises `ProtocolError` if it is too long, or does not come."""
+async def _content(http: Request, most: int) -> bytes:
+    """The body of a request; raises `ProtocolError` if it has more than so many bytes, or does not come."""
     content = bytearray()
     try:
         async with asyncio.timeout(_SECONDS_OF_BODY):
             async for chunk in http.stream():
                 content += chunk
-                if len(content) > MOST_BYTES:
-                    raise ProtocolError(413, f"a request may have {MOST_BYTES:,} bytes")
+                if len(content) > most:
+                    raise ProtocolError(413, f"a request may have {most:,} bytes")
     except ClientDisconnect:
         raise _gone() from None
     except TimeoutError:

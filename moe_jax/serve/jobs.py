@@ -8,6 +8,7 @@ import numpy as np
 
 from moe_jax.generation.continued_rows import Rows
 from moe_jax.generation.engine import Block, Scores
+from moe_jax.generation.eye import SeenPicture
 
 
 class Scored(NamedTuple):
@@ -58,6 +59,7 @@ class Job:
 
     Attributes:
       ids: tokens of the prompt.
+      pictures, slots: in the prompt, and for every token of it which of their features takes its place, counted from 1.
       most: tokens to add at most; 0: the prompt is only scored.
       on_news: called by the scheduler's threads, and by the one that stops it; what comes after the end is no news.
       stop_ids: tokens that end it, at most `continued_rows.MOST_STOP_IDS`.
@@ -78,6 +80,8 @@ class Job:
     scores: bool = False
     scores_prompt: bool = False
     streams: bool = False
+    pictures: Sequence[SeenPicture] = ()
+    slots: Sequence[int] = ()
     cancelled: bool = False
     added: int = 0
     read: Read | None = None

@@ -7,9 +7,11 @@ from typing import Any
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.chat_template import check_messages
+from moe_jax.data.pictures.picture_messages import taken_pictures
 from moe_jax.generation.continued_rows import MOST_STOP_IDS
 from moe_jax.generation.engine import MOST_SCORES
 from moe_jax.serve.fields import CHAT, COMPLETION, STREAM_OPTIONS, check_fields
+from moe_jax.serve.given_pictures import MOST_PICTURES, GivenPicture, given_picture
 from moe_jax.serve.protocol_error import ProtocolError
 
 MOST_STOPS = 16
@@ -26,7 +28,8 @@ class Request:
 
     Attributes:
       prompts: texts or token ids, each of which is answered.
-      messages: the conversation that is answered instead.
+      messages: the conversation that is answered instead; pictures in it are parts `{"type": "image"}`.
+      pictures: of the conversation, in order.
       max_tokens: None: as many as there is room for.
       temperature, top_p, seed: see `functional.sampling.sample`.
       stop: strings that end an answer.
@@ -40,6 +43,7 @@ class Request:
 
     prompts: Sequence[str | list[int]] = ()
     messages: Sequence[Mapping[str, Any]] = ()
+    pictures: Sequence[GivenPicture] = ()
     max_tokens: int | None
     temperature: float
     top_p: float
@@ -69,22 +73,30 @@ def read_completion(body: Any) -> Request:
     )
 
 
-def read_chat(body: Any) -> Request:
-    """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`."""
+def read_chat(body: Any, *, sees: bool = False) -> Request:
+    """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`.
+
+    Messages may have pictures if the model `sees`.
+    """
     check_fields(body, CHAT)
     if body.get("messages") is None:
         raise _missing("messages")
     try:
-        messages = check_messages(body["messages"])
+        given, pictures = taken_pictures(body["messages"], given_picture) if sees else (body["messages"], ())
+        messages = check_messages(given, pictures=sees)
     except InputError as error:
         raise ProtocolError(400, str(error), param="messages") from None
+    if len(pictures) > MOST_PICTURES:
+        problem = f"{len(pictures)} pictures in a request, at most {MOST_PICTURES} are taken"
+        raise ProtocolError(400, problem, param="messages")
     wanted = _boolean(body, "logprobs")
     top = _integer(body, "top_logprobs", None, 0, MOST_SCORES)
     if top is not None and not wanted:
         raise ProtocolError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     most = _integer(body, "max_tokens", None, 1, MAX_SIZE)  # the old name
     return Request(
-        messages=list(map(_as_one_text, messages)),
+        messages=messages if pictures else list(map(_as_one_text, messages)),
+        pictures=pictures,
         max_tokens=_integer(body, "max_completion_tokens", most, 1, MAX_SIZE),
         logprobs=(top or 0) if wanted else None,
         **_common(body),

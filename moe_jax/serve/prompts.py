@@ -6,17 +6,25 @@ from typing import NamedTuple
 
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import ChatTemplate, Message, load_chat_template
+from moe_jax.data.pictures.picture_messages import conversation_text
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.generation.eye import SeenPicture
 from moe_jax.generation.texts import Detokenizer
+from moe_jax.serve.given_pictures import GivenPicture, PictureReader
 from moe_jax.serve.protocol_error import ProtocolError
 
 
 class Prompt(NamedTuple):
-    """A prompt: its tokens, and for its echo the text, and where in it each token begins, in characters."""
+    """A prompt: its tokens, its pictures, and for its echo the text, and where in it each token begins, in characters.
+
+    `slots` are for every token, of a prompt with pictures, which feature of these takes its place, counted from 1.
+    """
 
     ids: list[int]
     text: str = ""
     begins: Sequence[int] = ()
+    pictures: Sequence[SeenPicture] = ()
+    slots: Sequence[int] = ()
 
 
 class PromptReader:
@@ -28,11 +36,11 @@ class PromptReader:
       tokenizer: the model's.
       vocab_size: of the model.
       context: tokens that a prompt and its answer have together at most.
-      placeholder: the token that stands for a picture, for which a prompt has no place here; None: there is none.
+      sees: reads pictures; None: the model takes none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context: int, placeholder: int | None = None):
-        self._placeholder = placeholder
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context: int, sees: PictureReader | None = None):
+        self._sees = sees
         self._tokenizer, self._vocab_size, self._context = tokenizer, vocab_size, context
         self._most_of_token = tokenizer.most_characters()
 
@@ -52,8 +60,13 @@ class PromptReader:
         self._check_reads_only(given, "prompt")
         return Prompt(given, self._text_of(given), self._begins(given)) if echo else Prompt(given)
 
-    def of_conversation(self, messages: Sequence[Message]) -> Prompt:
-        """Returns a conversation up to where the answer begins, as the chat template writes it."""
+    def of_conversation(self, messages: Sequence[Message], pictures: Sequence[GivenPicture] = ()) -> Prompt:
+        """Returns a conversation up to where the answer begins, as the chat template writes it.
+
+        Where it has pictures, their places in the messages are parts `{"type": "image"}`, in order.
+        """
+        if pictures:
+            return self._that_shows(messages, pictures)
         try:
             text = self._template(messages, add_generation_prompt=True)
         except InputError as error:
@@ -62,20 +75,38 @@ class PromptReader:
         self._check_reads_only(ids, "messages")
         return Prompt(ids)
 
+    def _that_shows(self, messages: Sequence[Message], pictures: Sequence[GivenPicture]) -> Prompt:
+        assert self._sees is not None, "requests with pictures are for models that see"
+        try:
+            text = conversation_text(messages, len(pictures), self._template)
+            self._check_length(text, "messages")
+            row = self._sees.place(self._tokenizer.encode(text, pictures=True).tolist(), len(pictures))
+        except InputError as error:
+            raise self._error(error, "messages") from None
+        if len(row.ids) >= self._context:  # before anything is decoded
+            raise self._too_long("messages", f"has {len(row.ids):,}")
+        return Prompt(row.ids, pictures=[self._sees.read(picture) for picture in pictures], slots=row.slots)
+
     def _check_reads_only(self, ids: Sequence[int], param: str) -> None:
-        if self._placeholder is not None and self._placeholder in ids:
-            raise _refused(param, f"token {self._placeholder} stands for a picture, and pictures are not served")
+        token = None if self._sees is None else self._sees.placeholder
+        if token is not None and token in ids:
+            raise _refused(
+                param, f"token {token} stands for a picture; pictures are parts of a conversation's messages"
+            )
 
     def _tokens_of(self, text: str, param: str) -> tuple[list[int], list[int]]:
         """The tokens of a text that is not too long to have few enough, and where they begin."""
-        if self._most_of_token is not None and len(text) > self._context * self._most_of_token:
-            raise self._too_long(
-                param, f"has {len(text):,} characters, of which a token has at most {self._most_of_token}"
-            )
+        self._check_length(text, param)
         try:
             return self._tokenizer.placed(text)
         except InputError as error:
             raise self._error(error, param) from None
+
+    def _check_length(self, text: str, param: str) -> None:
+        if self._most_of_token is not None and len(text) > self._context * self._most_of_token:
+            raise self._too_long(
+                param, f"has {len(text):,} characters, of which a token has at most {self._most_of_token}"
+            )
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

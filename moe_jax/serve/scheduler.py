@@ -26,6 +26,7 @@ import numpy as np
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.generation.continued_rows import Rows, ask
 from moe_jax.generation.engine import SECONDS_SEEN, Block, Engine
+from moe_jax.generation.eye import Eye, room_for
 from moe_jax.generation.sizes import Size, shapes_of
 from moe_jax.nn import Decoder
 from moe_jax.serve.beside import Beside
@@ -80,6 +81,7 @@ class Scheduler:
         self.on_compile: Callable[[int, int], object] = lambda width, length: None
         self.seconds_a_block = 0.1
         self._engine = Engine(decoder, draws=True, scores=True)
+        self._eye = None if config.vision is None else Eye(decoder)
         self._most_slots = slots
         self._waiting: collections.deque[Job] = collections.deque()
         # The request of every row; None: the row is free.
@@ -97,6 +99,11 @@ class Scheduler:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="moe-jax-scheduler", daemon=True)
         self._thread.start()
+
+    @property
+    def looked(self) -> int:
+        """Number of pictures that the image encoder looked at; one whose features are kept is not looked at again."""
+        return 0 if self._eye is None else self._eye.looked
 
     def load(self) -> dict[str, int]:
         """Returns the numbers of requests that are answered and that wait."""
@@ -270,9 +277,9 @@ class Scheduler:
             self._apart = [one for one in self._apart if one is not job]
         return job
 
-    def _reading(self, job: Job) -> tuple[str, int, bool]:
+    def _reading(self, job: Job) -> tuple[str, int, bool, int]:
         """The program that reads the prompt of a request."""
-        return "read", self._length(job), job.scores_prompt
+        return "read", self._length(job), job.scores_prompt, room_for(len(job.pictures))
 
     def _length(self, job: Job) -> int:
         """Tokens that the prompt of a request is padded to."""
@@ -296,7 +303,11 @@ class Scheduler:
                 scores=job.scores,
             )
             row, block, scores = self._engine.read(
-                [job.ids], asked, least=_LEAST_PROMPT, scores_prompt=job.scores_prompt
+                [job.ids],
+                asked,
+                least=_LEAST_PROMPT,
+                scores_prompt=job.scores_prompt,
+                pictures=self._eye and self._eye.see(job.pictures, job.slots),
             )
             return Read(row, block, None if scores is None else scored_of(scores, 0, len(job.ids) - 1))
         except Exception as error:  # such as memory that a long prompt does not find

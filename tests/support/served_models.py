@@ -14,8 +14,8 @@ def client_of(address: str, **options):
 
 
 @contextlib.contextmanager
-def serving(model, scheduler):
-    """The address of a server in a thread."""
+def serving(model, scheduler, pictures=None):
+    """The address of a server in a thread; requests may name what a folder of pictures holds."""
     import uvicorn
 
     from moe_jax.commands.serve import _address, _listening
@@ -23,7 +23,7 @@ def serving(model, scheduler):
     from moe_jax.serve.connections import server_config
 
     with _listening("127.0.0.1", 0) as listener:
-        app = App(model, model.tokenizer, scheduler, "tiny")
+        app = App(model, model.tokenizer, scheduler, "tiny", pictures=pictures)
         config = server_config(app, requests=scheduler.most, log_level="error", timeout_graceful_shutdown=5)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -1,5 +1,7 @@
 """Generation with pictures: the same from Python and from the command line, and what is refused."""
 
+import base64
+import io
 import json
 import pathlib
 
@@ -13,6 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import check_messages
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.pictures import see_prompts
+from moe_jax.serve.given_pictures import PictureReader
 from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.protocol_error import ProtocolError
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -111,6 +114,69 @@ def test_a_conversation_takes_no_picture(folder, capsys):
     assert code == 2 and "--image" in err and len(err.strip().splitlines()) == 1
 
 
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(folder) -> pathlib.Path:
+    """The same checkpoint, with a chat template that takes parts."""
+    (folder / "llava" / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_messages_show_pictures(chatting, capsys, monkeypatch):
+    """As parts, at marks, by the command's options, in files of prompts and in a conversation: all are one prompt."""
+    model, a = moe_jax.load(chatting / "llava"), chatting / "a.png"
+    how = {"max_new_tokens": 4}
+    expected = moe_jax.generate(model, "u:<image>what?a:", image=a, **how)
+    data = f"data:image/png;base64,{base64.b64encode(a.read_bytes()).decode()}"
+    for value in (a, str(a), np.asarray(Image.open(a)), data, {"url": data}):
+        parts = [{"type": "image_url" if value is data else "image", "image": value}, {"type": "text", "text": "what?"}]
+        assert moe_jax.generate(model, [{"role": "user", "content": parts}], **how) == expected
+    marked = [{"role": "user", "content": "<image>what?"}]
+    assert moe_jax.generate(model, marked, image=a, **how) == expected
+    words = ["generate", chatting / "llava", "--chat", "--max-new-tokens", 4]
+    code, out, err = run([*words, "--prompt", "what?", "--image", a, "--json"], capsys)
+    assert code == 0, err
+    assert json.loads(out)[0]["ids"] == expected.ids
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
+    (chatting / "asked.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}) + "\n")
+    code, out, err = run([*words, "--prompts-file", chatting / "asked.jsonl", "--json"], capsys)
+    assert code == 0 and json.loads(out)[0]["prompt_ids"] == expected.prompt_ids
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/image {chatting / 'none.png'}\n/image {a}\nwhat?\n/exit\n"))
+    code, out, err = run(words, capsys)
+    assert (code, out.rstrip("\n")) == (0, expected.text)
+    assert "none.png" in err and "21 x 13, 4 tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "image", "named"),
+    [
+        ([{"type": "image", "image": "a.png"}], ["a.png"], "not both"),
+        ([{"type": "image"}], [], "holds nothing"),
+        ([{"type": "image", "image": "https://x.org/a.png"}], [], "not from elsewhere"),
+        ("<image><image>", ["a.png"], "placeholders"),
+    ],
+)
+def test_wrong_messages(chatting, content, image, named):
+    with pytest.raises(InputError, match=named):
+        images = [chatting / name for name in image]
+        moe_jax.generate(chatting / "llava", [{"role": "user", "content": content}], image=images)
+
+
+def test_names_in_a_file_of_prompts_stay_in_its_folder(chatting, capsys):
+    (chatting / "inside").mkdir()
+    part = {"type": "image", "image": "../a.png"}
+    file = chatting / "inside" / "asked.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}]}))
+    code, _, err = run(["generate", chatting / "llava", "--prompts-file", file], capsys)
+    assert code == 2 and "asked.jsonl, line 1" in err and len(err.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("kind", ["image", "image_url", "input_image"])
 def test_pictures_in_messages_are_refused_by_name(kind):
     content = [{"type": "text", "text": "a"}, {"type": kind, kind: "x"}]
@@ -121,7 +187,7 @@ def test_pictures_in_messages_are_refused_by_name(kind):
 def test_prompts_with_a_place_for_a_picture_are_not_served(folder):
     config = moe_jax.load(folder / "llava").config
     tokenizer = Tokenizer(folder / "llava" / "tokenizer.json", config)
-    reader = PromptReader(tokenizer, vocab_size=config.vocab_size, context=64, placeholder=IMAGE)
+    reader = PromptReader(tokenizer, vocab_size=config.vocab_size, context=64, sees=PictureReader(config))
     for prompt in ("see <image>", [1, IMAGE]):
         with pytest.raises(ProtocolError) as error:
             reader.of(prompt)

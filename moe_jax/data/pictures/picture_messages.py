@@ -1,11 +1,13 @@
 """Pictures in conversations: which message shows which, in the form that a chat template takes."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.chat_template import PICTURE_PARTS
+from moe_jax.data.chat_template import PICTURE_PARTS, ChatTemplate, check_messages
 from moe_jax.data.pictures.picture_sources import MARK, MARKS_OF_OTHERS, PictureSource, check_places, picture_of
+
+T = TypeVar("T")
 
 # Keys of such a part that may name or hold the picture.
 _OF_PART = ("image", "image_url", "url", "path", "base64", "data", "bytes")
@@ -13,7 +15,81 @@ _OF_PART = ("image", "image_url", "url", "path", "base64", "data", "bytes")
 
 def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a message has a mark for a picture, or a part that is one."""
-    return any(_marks(message.get("content")) for message in messages)
+    return places_of(messages) > 0
+
+
+def places_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the number of marks for pictures in messages, and of parts that are pictures."""
+    return sum(_marks(message.get("content")) for message in messages if isinstance(message, Mapping))
+
+
+class Taken(NamedTuple):
+    """Messages whose parts that are pictures say no more than that they are, and the pictures, in order."""
+
+    messages: Any
+    pictures: tuple[Any, ...]
+
+
+def taken_pictures(messages: Any, read: Callable[[Any, str], T]) -> Taken:
+    """Takes the pictures out of messages; what is wrong with messages otherwise stays as it is, for `check_messages`.
+
+    Args:
+      messages: as somebody gave them.
+      read: returns the picture that a value names or holds, such as `picture_of`; given the value and where it stands.
+
+    Raises:
+      InputError: for a part that holds no picture; and what `read` raises.
+    """
+    pictures = []
+
+    def take(value: Any, where: str) -> dict[str, Any]:
+        pictures.append(read(value, where))
+        return {"type": "image"}
+
+    return Taken(replaced_pictures(messages, take), tuple(pictures))
+
+
+def replaced_pictures(messages: Any, replace: Callable[[Any, str], dict[str, Any]]) -> Any:
+    """Returns messages with other parts in place of those that are pictures; arguments and errors as of
+    `taken_pictures`."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return messages
+    made = []
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            where = f"the picture in message {number}"
+            parts = [replace(_value_of(part, where), where) if _is_picture(part) else part for part in content]
+            message = {**message, "content": parts}
+        made.append(message)
+    return made
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in PICTURE_PARTS
+
+
+def _value_of(part: Mapping[str, Any], where: str) -> Any:
+    value = next((part[key] for key in _OF_PART if part.get(key) is not None), None)
+    if value is None:
+        raise InputError(f"{where} holds nothing; expected one of {', '.join(_OF_PART)}")
+    return value
+
+
+def conversation_text(messages: Sequence[Mapping[str, Any]], pictures: int, template: ChatTemplate) -> str:
+    """Returns a conversation with pictures up to where its answer begins, as its template writes it.
+
+    Args:
+      messages: as `check_messages` takes them; pictures are parts `{"type": "image"}`, or stand at `<image>` in texts.
+      pictures: number of them.
+      template: of the model.
+
+    Raises:
+      InputError: if pictures and places for them differ in number, an answer shows one, or the template refuses.
+    """
+    any_pictures = [PictureSource(None, b"")] * pictures
+    messages, _ = with_pictures(check_messages(messages, pictures=True), any_pictures, as_parts=template.takes_parts)
+    return template(messages, add_generation_prompt=True, pictures=True)
 
 
 def with_pictures(

@@ -143,7 +143,7 @@ def picture_of(value: Any, what: str) -> PictureSource:
         raise InputError(f"{what} is {shown(value)}, expected the name of a picture, or its bytes in base64")
     head = value[:64].lower()
     if head.startswith(("http:", "https:", "ftp:", "file:", "s3:", "gs:")):
-        raise InputError(f"{what} is {shown(value)}: pictures are read from data.image_folder, and not from elsewhere")
+        raise InputError(f"{what} is {shown(value)}: pictures are read from a folder, and not from elsewhere")
     address = _DATA_URL.match(value)
     if address is not None:
         return PictureSource(None, _decoded(value[address.end() :], what))
