@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -129,6 +130,7 @@ class Tokenizer:
         vision = config.vision
         self.per_picture = 0 if vision is None else tokens_per_picture(vision, config.d_model)
         self._picture = -1 if vision is None or vision.placeholder is None else vision.placeholder
+        self._frame = ("", "") if vision is None else vision.frame
         own_bos = self._own_bos(config)
         known_bos = config.bos_id if own_bos is None else own_bos
         for name, setting, known in (("bos", bos, known_bos is not None), ("eos", eos, bool(config.eos_ids))):
@@ -153,7 +155,8 @@ class Tokenizer:
     def encode(self, text: str, *, pictures: bool = False) -> np.ndarray:
         """Returns the ids of `text`, Int32[n], whole and without special tokens.
 
-        With `pictures`, each `<image>` in it is one id: the token that the model has for pictures, or else -1.
+        With `pictures`, each `<image>` in it is one id: the token that the model has for pictures, or else -1; and the
+        texts that frame a picture (`VisionConfig.frame`) are added where they are not.
         """
         return self._checked(self._encoded_around_pictures(text).ids if pictures else self._encoded(text).ids)
 
@@ -292,19 +295,35 @@ class Tokenizer:
         return Document(ids, scored, slots, example.pictures)
 
     def _encoded_around_pictures(self, text: str) -> Encoded:
-        """Returns tokens with one for every picture: the model's own, or else -1, with the text between apart."""
-        if self._picture >= 0 and self.token(self._picture) == MARK:
+        """Returns tokens with one for every picture: the model's own, or else -1, with the text between apart.
+
+        What frames a picture for the model is added, unless the text has it.
+        """
+        own = None if self._picture < 0 else self.token(self._picture)
+        if own == MARK and not any(self._frame):
             ids, offsets = self._encoded(text)
             return Encoded(ids.astype(np.int64), offsets)
+        names = {MARK, own} if own is not None and any(self._frame) else {MARK}
+        before, after = (self._encoded(one).ids.astype(np.int64) for one in self._frame)
+        runs = re.compile(f"(?:{'|'.join(map(re.escape, sorted(names)))})+")
         ids, offsets, begin = [], [], 0
-        for piece in text.split(MARK):
-            if begin:
-                ids.append(np.array([self._picture], np.int64))
-                offsets.append(np.array([[begin - len(MARK), begin]], np.int32))
-            encoded = self._encoded(piece)
-            ids.append(encoded.ids.astype(np.int64))
-            offsets.append(encoded.offsets + begin)
-            begin += len(piece) + len(MARK)
+
+        def add(new: np.ndarray, places: np.ndarray) -> None:
+            ids.append(new)
+            offsets.append(places)
+
+        for run in (*runs.finditer(text), None):
+            encoded = self._encoded(text[begin:] if run is None else text[begin : run.start()])
+            add(encoded.ids.astype(np.int64), encoded.offsets + begin)
+            if run is None:
+                break
+            begin = run.end()
+            is_framed = text.endswith(self._frame[0], 0, run.start()) and text.startswith(self._frame[1], run.end())
+            for place in re.finditer("|".join(map(re.escape, sorted(names))), run[0]):
+                new = np.array([self._picture], np.int64)
+                new = new if is_framed else np.concatenate([before, new, after])
+                span = np.array([place.span()], np.int32) + run.start()
+                add(new, np.repeat(span, len(new), axis=0))
         return Encoded(np.concatenate(ids), np.concatenate([one.reshape(-1, 2) for one in offsets]).astype(np.int32))
 
     def _scored(self, example: Example, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -338,6 +338,7 @@ class VisionConfig:
       projector: steps from these features to those of the language model, as `nn.register_projector_step` names them,
         each perhaps with an argument: `("linear", "gelu", "linear")`, `("pixel_shuffle:4", "linear")`.
       placeholder: the token id that stands in a text for every feature of a picture; None: there is none.
+      frame: texts that stand before and after these in a text, such as `("<img>", "</img>")`.
       foreign: as in `ModelConfig`.
     """
 
@@ -348,6 +349,7 @@ class VisionConfig:
     drop_first: int = 1
     projector: tuple[str, ...] = ("linear", "gelu", "linear")
     placeholder: int | None = None
+    frame: tuple[str, str] = ("", "")
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
 
     __repr__ = short_repr

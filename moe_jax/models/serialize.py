@@ -79,6 +79,8 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
 def _vision_to_json(vision: VisionConfig) -> dict[str, Any]:
     fields = {field.name: getattr(vision, field.name) for field in dataclasses.fields(vision)}
     processing, foreign = dataclasses.asdict(vision.processing), dict(vision.foreign)
+    if not any(vision.frame):
+        del fields["frame"]
     return fields | {"tower": config_to_json(vision.tower), "processing": processing, "foreign": foreign}
 
 

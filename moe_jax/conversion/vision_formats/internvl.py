@@ -41,6 +41,7 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         drop_first=1,
         projector=(f"pixel_shuffle:{_side(keys)}", _NORM, "linear", read_activation(keys), "linear"),
         placeholder=keys.integer("image_token_id"),
+        frame=("<img>", "</img>"),
         foreign=keys.unread_keys(),
     )
     return with_head(text, vision, tied=keys.flag("tie_word_embeddings"))

@@ -49,6 +49,7 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         drop_first=0,
         projector=(f"pixel_shuffle:{side}", "linear:unbiased"),
         placeholder=keys.integer("image_token_id"),
+        frame=("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
         foreign=keys.unread_keys(),
     )
     whole = keys.flag("tie_word_embeddings")
