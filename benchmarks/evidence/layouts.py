@@ -171,9 +171,10 @@ ENCODER_DECODERS = Table(
 )
 VISION_STEP = Table(
     "steps",
-    ("chips", "GB of a chip", "it has", "the tower's share of the operations", "arrays [T, T]", "largest array"),
-    ("{}", "{:.1f}", "{:.1f}", "{:.2%}", "{}", "{}"),
-)
+    ("step", "chips", "rows", "GB of a chip", "it has", "the tower's share of the operations", "arrays [T, T]",
+     "largest array"),
+    ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.2%}", "{}", "{}"),
+)  # fmt: skip
 VISION_TOWER = Table(
     "towers",
     ("tower", "", "pictures", "ms", "Transformers, ms", "speed, of Transformers' (aim 0.85)"),

@@ -290,7 +290,7 @@ def calibrate(
     source.config.check_no_encoder("a calibration")
     length = default_seq_len(source.config) if seq_len is None else seq_len
     check_seq_len(length)
-    rows = _rows(source, text, seq_len=length, samples=samples, seed=seed, image_folder=image_folder)
+    rows = read_rows(source, text, seq_len=length, samples=samples, seed=seed, image_folder=image_folder)
     shape = [len(rows), rows.length]
     key = {"format": FORMAT, "model": source.fingerprint(), "windows": shape, "tokens": rows.digest()}
     name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
@@ -311,7 +311,7 @@ def calibrate(
     return open_calibration(folder, text, layers, gradients=gradients, keep=keep)
 
 
-def _rows(
+def read_rows(
     source: ModelSource,
     text: str | os.PathLike[str],
     *,
@@ -320,7 +320,7 @@ def _rows(
     seed: int,
     image_folder: str | os.PathLike[str] | None,
 ) -> CalibrationRows:
-    """Draws windows of a text, or rows of a file of data."""
+    """Draws windows of a text, or rows of a file of data; arguments and errors as of `calibrate`."""
     model, file = Model.of_source(source), SourceSection(path=os.fspath(text))
     if file.form == "text":
         if image_folder is not None:

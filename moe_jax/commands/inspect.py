@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from moe_jax.commands.options import OneModel
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_number
 from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
 from moe_jax.data.sections import check_seq_len
 
 if TYPE_CHECKING:
     import jax
 
+    from moe_jax.core.terminal import Progress
     from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig
 
@@ -39,9 +40,19 @@ class Options(OneModel):
     """Reads all weights, to tell which leaves hold NaN or infinity, and which experts nothing but zeros."""
     plots: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Makes a folder, which must not exist, with plots and their numbers as figures.json: how similar the experts of
-    every layer are to each other and to their base, and with --text how often each expert is chosen."""
+    every layer are to each other and to their base, and with --text how often each expert is chosen. If that has
+    pictures, also how tokens of pictures and of texts use the experts, and which expert sees which patch."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """With --plots: a text file on which the use of the experts is measured."""
+    """With --plots: a text file on which the use of the experts is measured; or one of JSON or a table, whose rows are
+    those of training data: texts, pairs and conversations, for a model that sees with pictures."""
+    image_folder: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: that of the file)")
+    ] = None
+    """With rows in --text: the folder that names of pictures are inside of."""
+    samples: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: 128, or as many as there are)")
+    ] = None
+    """With rows in --text: number of them that are drawn."""
     seq_len: Annotated[
         int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="(default: 1024, or what the model can do)")
     ] = None
@@ -57,23 +68,30 @@ class Options(OneModel):
             raise InputError(f"--{'text' if self.text is not None else 'seq-len'} belongs to --plots DIR")
         if self.text is None and (self.seq_len is not None or self.split):
             raise InputError(f"--{'split' if self.split else 'seq-len'} belongs to --text FILE")
-        if self.text is not None and self.text.suffix in (".jsonl", ".json", ".parquet", ".arrow"):
-            raise InputError(
-                f"--text {self.text}: expected plain text, and not rows of data; write their texts to a file"
-            )
+        for name, value in (("image-folder", self.image_folder), ("samples", self.samples)):
+            if value is not None and not self.has_rows:
+                raise InputError(f"--{name} is for rows of data; name a file of JSON or a table with --text")
+        check_number(self, "samples", at_least=1)
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
         if self.plots is not None:
             check_target(self.plots)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether `text` is a file of rows."""
+        return self.text is not None and self.text.suffix in (".jsonl", ".json", ".parquet", ".arrow")
+
 
 GROUPS = {
     "what is looked at": ("weights", "json"),
-    "pictures": ("plots", "text", "seq_len", "split"),
+    "pictures": ("plots", "text", "image_folder", "samples", "seq_len", "split"),
 }
 EXAMPLES = """
 moe-jax inspect moe-dir
 moe-jax inspect moe-dir --plots plots --text held-out.txt
+# of a model that sees
+moe-jax inspect llava-moe --plots plots --text conversations.jsonl --image-folder pictures
 """
 
 
@@ -362,22 +380,46 @@ def _draw(source: "ModelSource", options: Options, plots: Path) -> list[Path]:
     load = {}
     with progress_bars() as progress:
         if options.text is not None:  # first, because it checks the text
-            load = _measure_load(source, options.text, seq_len, split=options.split)
+            measure = _measure_use if options.has_rows else _measure_load
+            load = measure(source, options, seq_len, progress)
         layers = measure_layers(source, progress)
     return write_figures(plots, layers, name="/".join(source.path.resolve().parts[-2:]), **load)
 
 
-def _measure_load(source: "ModelSource", text: Path, seq_len: int, *, split: bool) -> dict[str, Any]:
+def _measure_load(source: "ModelSource", options: Options, seq_len: int, progress: "Progress") -> dict[str, Any]:
     """Returns how often each expert is chosen, and on which text, as `write_figures` takes it."""
     from moe_jax.api.model import tokenizer_of_source
     from moe_jax.distributed.sharding import make_mesh
     from moe_jax.evaluation.held_out import check_seq_len, measure_router_statistics, read_text
     from moe_jax.model_io.loading import load_model
 
+    assert options.text is not None
     check_seq_len(seq_len)
-    ids = read_text(text, tokenizer_of_source(source))
-    mesh = make_mesh({"fsdp" if split else "data": -1})
+    ids = read_text(options.text, tokenizer_of_source(source))
+    mesh = make_mesh({"fsdp" if options.split else "data": -1})
     model = load_model(source, mesh=mesh)
     found = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=8, mesh=mesh)
     shares = {layer: statistics.usage for layer, statistics in found.items()}
-    return {"shares": shares, "text": {"path": str(text), "tokens": len(ids), "seq_len": seq_len}}
+    return {"shares": shares, "text": {"path": str(options.text), "tokens": len(ids), "seq_len": seq_len}}
+
+
+def _measure_use(source: "ModelSource", options: Options, seq_len: int, progress: "Progress") -> dict[str, Any]:
+    """The same of rows of data, and what is drawn of those with pictures."""
+    from moe_jax.api.compress import read_rows
+    from moe_jax.distributed.sharding import make_mesh
+    from moe_jax.figures import measure_expert_use, plots_of_use, use_numbers
+    from moe_jax.model_io.loading import load_model
+
+    assert options.text is not None
+    how = {"samples": options.samples, "seed": 0, "image_folder": options.image_folder}
+    rows = read_rows(source, options.text, seq_len=seq_len, **how)
+    mesh = make_mesh({"fsdp" if options.split else "data": -1})
+    size = 8 * mesh.size // math.gcd(8, mesh.size)
+    use = measure_expert_use(load_model(source, mesh=mesh), rows, batch_size=size, mesh=mesh, progress=progress)
+    name = "/".join(source.path.resolve().parts[-2:])
+    return {
+        "shares": use.shares(),
+        "text": {"path": str(options.text), "tokens": sum(use.tokens), "seq_len": rows.length},
+        "more": plots_of_use(use, name=name) if rows.num_pictures else {},
+        "numbers": {"use": use_numbers(use)} if rows.num_pictures else {},
+    }

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +41,7 @@ def ink() -> str:
     return matplotlib.rcParams["text.color"]
 
 
-_DPI = 130
+DPI = 130
 
 # ---- experts ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
         note = f"To their own mean even unrelated experts have a cosine of 1/√E: {unrelated}."
         figure.text(0.01, 0.005, note, fontsize=7)
         figure.set_layout_engine("constrained", rect=(0, 0.03, 1, 0.97))
-    figure.savefig(file, dpi=_DPI)
+    figure.savefig(file, dpi=DPI)
 
 
 def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str) -> None:
@@ -99,7 +99,7 @@ def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
 
     U is the universal FFN.
     """
-    shown = [layers[i] for i in _spread(len(layers), _MOST_MAPS)]
+    shown = [layers[i] for i in spread(len(layers), _MOST_MAPS)]
     figure, grid = _maps(len(shown), math.ceil(math.sqrt(len(shown))), (2.4, 2.4), (1.2, 0.7))
     scale = scale_of(np.concatenate([layer.between_others() for layer in layers]))
     for axes, layer in zip(grid, shown, strict=False):
@@ -121,7 +121,7 @@ def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
     figure.colorbar(image, ax=grid, label=f"{scale.label}, between experts", shrink=0.8, format="%.6g")
     some = "" if len(shown) == len(layers) else f" ({len(shown)} of {len(layers)} layers)"
     figure.suptitle(f"{title}: experts and each other{some}", fontsize=10)
-    figure.savefig(file, dpi=_DPI)
+    figure.savefig(file, dpi=DPI)
 
 
 class Scale(NamedTuple):
@@ -197,7 +197,7 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: DrawnTo, *, t
                           color="white" if dark else "black")  # fmt: skip
     _share_colours(figure, image, float(relative.max()))
     figure.suptitle(title, fontsize=9)
-    figure.savefig(file, dpi=_DPI)
+    figure.savefig(file, dpi=DPI)
 
 
 def _share_colours(figure: "Figure", image: "AxesImage", most: float, axes: "Sequence[Axes] | None" = None) -> None:
@@ -224,7 +224,7 @@ def _maps(
     return figure, grid
 
 
-def _spread(count: int, most: int) -> list[int]:
+def spread(count: int, most: int) -> list[int]:
     """At most so many of the numbers below `count`, evenly spaced."""
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
@@ -262,7 +262,7 @@ def plot_curves(curves: Sequence[Curve], file: DrawnTo, *, label: str) -> None:
     axes.margins(x=0.01)
     if len(curves) > 1:
         axes.legend(fontsize=8, framealpha=0.8)
-    figure.savefig(file, dpi=_DPI)
+    figure.savefig(file, dpi=DPI)
 
 
 def condensed(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -284,7 +284,7 @@ _MOST_COLUMNS = 120
 
 def layers_over_time(layers: Sequence[int]) -> list[int]:
     """Returns the layers that `plot_use_over_time` draws."""
-    return [layers[i] for i in _spread(len(layers), _MOST_LAYERS)]
+    return [layers[i] for i in spread(len(layers), _MOST_LAYERS)]
 
 
 def plot_use_over_time(steps: Sequence[float], shares: Mapping[int, Float[np.ndarray, "n E"]], file: DrawnTo) -> None:
@@ -313,7 +313,7 @@ def plot_use_over_time(steps: Sequence[float], shares: Mapping[int, Float[np.nda
         axes.set_ylabel("expert")
     figure.supxlabel("step", fontsize=10)
     _share_colours(figure, image, max(float(found.max()) for found in relative.values()), grid)
-    figure.savefig(file, dpi=_DPI)
+    figure.savefig(file, dpi=DPI)
 
 
 # ---- a folder of plots ------------------------------------------------------------------------------------------
@@ -328,6 +328,8 @@ def write_figures(
     name: str,
     shares: Mapping[int, Float[np.ndarray, " E"]] | None = None,
     text: Mapping[str, Any] | None = None,
+    more: Mapping[str, Callable[[Path], object]] | None = None,
+    numbers: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Writes the plots and `figures.json` to a new folder, all or nothing, and returns the files.
 
@@ -337,6 +339,8 @@ def write_figures(
       name: of the model, for the titles.
       shares: by layer index, the share of the assignments per expert; None: no plot of it.
       text: the text on which they were measured: `path`, `tokens` and `seq_len`.
+      more: further plots by the names of their files, each drawn to the path that it is given.
+      numbers: further entries of `figures.json`.
     """
     dst = Path(dst)
     with staged_directory(dst) as folder:
@@ -349,13 +353,17 @@ def write_figures(
             title = f"{name}: load of the experts, {text['tokens']:,} tokens of {Path(text['path']).name}"
             plot_load(shares, folder / LOAD, title=title)
             files.append(LOAD)
-        numbers = {
+        for file, draw in (more or {}).items():
+            draw(Path(folder / file))
+            files.append(file)
+        known = {
             "model": name,
             "text": None if text is None else dict(text),
             "layers": [_layer_numbers(layer, None if shares is None else shares[layer.layer]) for layer in layers]
             or [{"layer": layer, "load": share.tolist()} for layer, share in (shares or {}).items()],
+            **(numbers or {}),
         }
-        as_path(folder / NUMBERS).write_durably(json.dumps(numbers, indent=1).encode())
+        as_path(folder / NUMBERS).write_durably(json.dumps(known, indent=1).encode())
     return [dst / file for file in (*files, NUMBERS)]
 
 

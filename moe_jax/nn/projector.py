@@ -252,3 +252,12 @@ def _shape_after(step: Any, count: int, width: int) -> tuple[int, int]:
     graphdef, state = nnx.split(step)
     x = jax.ShapeDtypeStruct((1, count, width), jnp.float32)
     return jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x).shape[1:]
+
+
+def grid_of_tokens(config: VisionConfig, d_model: int) -> tuple[int, int] | None:
+    """Returns rows and columns of the tokens that a picture becomes; None: they are no grid."""
+    grid, tokens = _grid_of_features(config), tokens_per_picture(config, d_model)
+    if grid is None:
+        return None
+    side = round((grid[0] * grid[1] / tokens) ** 0.5)
+    return (grid[0] // side, grid[1] // side) if side and grid[0] * grid[1] == tokens * side**2 else None
