@@ -94,7 +94,10 @@ def given_picture(value: Any, where: str) -> Picture:
     if isinstance(value, np.ndarray | os.PathLike):
         return value
     source = picture_of(value, where)
-    return source.name if source.data is None else decode_picture(source.data, where)
+    if source.data is not None:
+        return decode_picture(source.data, where)
+    assert source.name is not None, "a picture that is not held is named"
+    return source.name
 
 
 def _decoded(picture: Any, remark: Callable[[str], None] | None) -> UInt8[np.ndarray, "H W 3"]:
