@@ -1,7 +1,6 @@
 """Plots of a model's experts: how similar they are, how often each is chosen, and for which tokens."""
 
 from moe_jax.figures.expert_use import ExpertUse as ExpertUse
-from moe_jax.figures.expert_use import measure_expert_use as measure_expert_use
 from moe_jax.figures.plots import write_figures as write_figures
 from moe_jax.figures.similarity import LayerSimilarity as LayerSimilarity
 from moe_jax.figures.similarity import comparable_layers as comparable_layers

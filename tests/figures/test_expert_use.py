@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 import moe_jax
+from moe_jax.api.expert_use import measure_expert_use
 from moe_jax.commands import cli
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.figures import measure_expert_use
 from moe_jax.nn.projector import grid_of_tokens
 from moe_jax.upcycling.dense_to_moe import upcycled_config
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
