@@ -86,7 +86,7 @@ def test_a_dense_model_has_nothing_to_draw(tmp_path: pathlib.Path, capsys):
         (["--plots", "plots", "--seq-len", "8"], "--seq-len belongs to --text FILE"),
         (["--plots", "plots", "--split"], "--split belongs to --text FILE"),
         (["--plots", "plots", "--text", "absent.txt"], "no text at absent.txt"),
-        (["--plots", "plots", "--text", "pictures.jsonl"], "expected plain text, and not rows of data"),
+        (["--plots", "plots", "--text", "pictures.txt", "--samples", "3"], "--samples is for rows of data"),
         (["--plots", "plots", "--text", "absent.txt", "--seq-len", "1"], "seq_len = 1 must be at least 2"),
     ],
 )

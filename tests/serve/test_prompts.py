@@ -25,8 +25,8 @@ def reader_of(tokenizer: Tokenizer) -> PromptReader:
 
 def test_a_prompt_is_echoed_as_it_was_given(tokenizer, tmp_path):
     reader = reader_of(tokenizer)
-    assert reader.of("<s>A", echo=True) == ([BOS, BOS, 65], "<s>A", [0, 0, 3])
-    assert reader.of([BOS, 65], echo=True) == ([BOS, 65], "<s>A", [0, 3])
+    assert reader.of("<s>A", echo=True)[:3] == ([BOS, BOS, 65], "<s>A", [0, 0, 3])
+    assert reader.of([BOS, 65], echo=True)[:3] == ([BOS, 65], "<s>A", [0, 3])
     assert reader.of("A", echo=False).ids == [BOS, 65]
     # A tokenizer that composes characters, and counts no space to a token that begins with one.
     library = tokenizers.Tokenizer.from_file(str(tokenizer.path))
@@ -34,7 +34,7 @@ def test_a_prompt_is_echoed_as_it_was_given(tokenizer, tmp_path):
     library.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     library.save(str(tmp_path / "tokenizer.json"))
     found = reader_of(Tokenizer(tmp_path / "tokenizer.json", CONFIG)).of("e\u0301 A", echo=True)
-    assert found == ([*"é A".encode()], "e\u0301 A", [0, 0, 2, 3])
+    assert found[:3] == ([*"é A".encode()], "e\u0301 A", [0, 0, 2, 3])
 
 
 def test_a_text_that_has_too_many_tokens_however_it_is_cut_is_not_tokenised(tokenizer, monkeypatch):
