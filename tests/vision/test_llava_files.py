@@ -13,7 +13,7 @@ from moe_jax.conversion import HuggingFaceDirectory, convert, export
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import assert_same_bits, read_tensors
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.vision_models import LLAVAS, batch_of, made_llava, normalised
 
 torch = pytest.importorskip("torch")
@@ -136,6 +136,30 @@ def test_upcycled_leaves_with_a_mixtral_inside(checkpoint, tmp_path):
     assert (config["model_type"], config["text_config"]["model_type"]) == ("llava", "mixtral")
     before, after = their_logits(loaded(dense), dense), their_logits(loaded(tmp_path / "hf"), dense)
     assert np.abs(after - before).max() <= 1e-5 * np.abs(before).max()  # all experts are still the one
+
+
+@long
+def test_an_upcycled_model_answers_in_transformers_what_it_answers_here(checkpoint, tmp_path):
+    """20 pictures, 32 greedy tokens; experts that differ, and every second FFN dense."""
+    dense = checkpoint("llama")
+    moe_jax.upcycle(str(dense), tmp_path / "moe", experts=4, top_k=2, every=2, first=0, noise=0.5)
+    moe_jax.export(tmp_path / "moe", tmp_path / "hf")
+    model, theirs = moe_jax.load(tmp_path / "moe"), loaded(tmp_path / "hf")
+    vision = model.config.vision
+    assert vision is not None
+    pictures = np.random.default_rng(0).integers(0, 256, (20, *vision.processing.size, 3), np.uint8)
+    ids = [[1, vision.placeholder, 7 + row % 5, 9] for row in range(20)]
+    ours = moe_jax.generate(model, ids, image=list(pictures), max_new_tokens=32)
+    eos = set(model.config.eos_ids)
+    for picture, one in zip(pictures, ours, strict=True):
+        pixels = torch.tensor(normalised([picture], vision.processing.mean, vision.processing.std))
+        with torch.no_grad():
+            made = theirs.generate(
+                torch.tensor([one.prompt_ids]), pixel_values=pixels, max_new_tokens=32, do_sample=False
+            )
+        found = made[0, len(one.prompt_ids) :].tolist()
+        assert [token for token in found if token not in eos] == one.ids
+    assert len({tuple(one.ids) for one in ours}) > 5
 
 
 REFUSED = {
