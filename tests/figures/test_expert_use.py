@@ -18,6 +18,7 @@ from moe_jax.upcycling.dense_to_moe import upcycled_config
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.seeing_models import FEATURES, SIDE, seeing, vision_config
+from tests.support.tiers import long
 
 COLOURS = np.array([[220, 30, 30], [30, 200, 40], [40, 60, 230]], np.uint8)
 # Of every patch of a picture the colour; experts are in another order.
@@ -63,6 +64,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@long
 def test_experts_that_prefer_colours_are_shown_to(folder, capsys):
     words = ["inspect", folder / "prefers", "--plots", folder / "plots", "--text", folder / "rows.jsonl"]
     assert cli.main(list(map(str, words))) == 0, capsys.readouterr().err
