@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, UInt8
 
 from moe_jax.core.errors import InputError
@@ -18,7 +19,7 @@ from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.files.byte_files import fingerprint_leaves
 from moe_jax.images.feature_cache import DIGEST_BYTES, FeatureCache
 from moe_jax.images.image_config import ImageProcessing
-from moe_jax.model_io.loading import TOWER, layer_of, load_vision, vision_paths
+from moe_jax.model_io.loading import TOWER, abstract_model, layer_of, load_vision, vision_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import config_to_json
@@ -33,6 +34,10 @@ _OF_PIXELS = ("pixels", "digests", "known")
 
 Picture = tuple[bytes, UInt8[np.ndarray, "H W 3"]]
 """The SHA-256 of a picture's file, and its pixels."""
+
+
+GROUP = 8
+"""Number of pictures that the tower looks at together."""
 
 
 class FrozenTower:
@@ -53,7 +58,7 @@ class FrozenTower:
         *,
         param_dtype: str | None = None,
         compute_dtype: str = "float32",
-        group: int = 8,
+        group: int = GROUP,
         device: Any = None,
     ):
         """Reads the eye of a model, and compiles nothing yet.
@@ -75,9 +80,7 @@ class FrozenTower:
         vision = load_vision(source, param_dtype=param_dtype, compute_dtype=compute_dtype, mesh=self._mesh)
         self.dtype, self._group = jnp.dtype(compute_dtype), group
         self.fingerprint = tower_fingerprint(source.config, vision, platform=self._device.platform)
-        vision.projector = nnx.List([])
-        graphdef, self._state = nnx.split(vision)
-        self._program = jax.jit(lambda state, pixels: nnx.merge(graphdef, state).features(pixels[:, None])[:, 0])
+        self._state, self._program = _program_of(vision)
         self._cache: FeatureCache | None = None
 
     @property
@@ -172,6 +175,31 @@ class FrozenTower:
                 # The device works on this group while the next one is stacked.
                 made.append((len(group), self._program(self._state, jax.device_put(padded, self._device))))
         return [features for count, group in made for features in np.asarray(group)[:count]]
+
+
+def _program_of(vision: Vision) -> tuple[nnx.State, Any]:
+    """Returns the parameters of an eye without its projector, and the compiled function of these and of pixels."""
+    vision.projector = nnx.List([])
+    graphdef, state = nnx.split(vision)
+    return state, jax.jit(lambda state, pixels: nnx.merge(graphdef, state).features(pixels[:, None])[:, 0])
+
+
+def bytes_of_frozen_tower(config: ModelConfig, *, param_dtype: str | None, compute_dtype: str, device: Any) -> int:
+    """Returns the bytes that a `FrozenTower` takes on a device: its parameters, and what its program needs meanwhile.
+
+    Nothing is read; the program is compiled.
+    """
+    size = config.check_sees("pictures").processing.size
+    state, program = _program_of(abstract_model(config, compute_dtype=compute_dtype).vision)
+    place, dtype = SingleDeviceSharding(device), jnp.dtype(param_dtype or config.check_sees("pictures").tower.dtype)
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+
+    state = jax.tree.map(placed, state)
+    pixels = jax.ShapeDtypeStruct((GROUP, *size, 3), jnp.uint8, sharding=place)
+    needed = program.lower(state, pixels).compile().memory_analysis()
+    return needed.argument_size_in_bytes + needed.temp_size_in_bytes + needed.output_size_in_bytes
 
 
 def tower_fingerprint(config: ModelConfig, vision: Vision, *, platform: str) -> str:

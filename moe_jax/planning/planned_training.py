@@ -21,6 +21,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
 from moe_jax.distributed.sharding import check_batch_divides, check_sequence_divides, mesh_sizes, path_name
 from moe_jax.experts.devices import spec_on_mesh
+from moe_jax.model_io.frozen_tower import bytes_of_frozen_tower
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
 from moe_jax.planning.expected_step import PlacedLeaf, WholeStep, expected_step, placed_leaves, whole_step
@@ -197,6 +198,13 @@ def _planned_by_compiling(
         temporaries = held.gradients if error.used is None else max(0, error.used - held.total)
         items += _temporary_items(held, temporaries, note)
     activations = next(item.bytes for item in items if item.name == _ACTIVATIONS)
+    apart = []
+    if features:
+        assert target.devices is not None
+        dtypes = {"param_dtype": recipe.model.frozen_dtype, "compute_dtype": recipe.model.compute_dtype}
+        size = bytes_of_frozen_tower(config, **dtypes, device=target.devices[0])
+        note = "apart from the step, on one device of a process, for pictures whose features are not kept yet"
+        apart.append(MemoryItem("image encoder", size, note))
     if target.is_cpu:
         if recipe.train.steps > recipe.checkpoint.every:
             # Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer
@@ -209,7 +217,7 @@ def _planned_by_compiling(
         if (resident := resident_memory()) is not None:
             note = "Python, its libraries and the compiled step, as measured here"
             items.append(MemoryItem("process", resident, note))
-    return _planned(recipe, config, target, teacher, program, held, items, activations, fits=fits)
+    return _planned(recipe, config, target, teacher, program, held, items + apart, activations, fits=fits)
 
 
 class RunInShapes:

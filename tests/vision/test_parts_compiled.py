@@ -1,6 +1,7 @@
 """A step with pictures, compiled for TPUs that are not here."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -9,6 +10,8 @@ from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
 from moe_jax.experts.shapes import FFNConfig
+from moe_jax.model_io.frozen_tower import GROUP
+from moe_jax.model_io.loading import TOWER, leaf_specs
 from moe_jax.planning import compile_only as compiled_commands
 from moe_jax.planning.compile_only import compile_only
 from moe_jax.planning.frozen_gradients import frozen_gradients
@@ -95,6 +98,13 @@ def test_pictures_are_planned_where_the_step_is_compiled():
     without, planned = (planned_training(recipe, CONFIG, "cpu", pictures=pictures) for pictures in (0, 1))
     batch = [next(item.bytes for item in one.items if item.name == "batch") for one in (without, planned)]
     assert batch[1] - batch[0] == 8 * 12 * 12 * 3 + 8 * 32 * 4
+    # Where features are kept, the tower is there once more, whatever the number of devices.
+    kept = recipe_of(data=DataSection(seq_len=32, feature_cache="features"))
+    (apart,) = (
+        one.bytes for one in planned_training(kept, CONFIG, "cpu", pictures=1).items if one.name == "image encoder"
+    )
+    parameters = sum(math.prod(leaf.shape) for path, leaf in leaf_specs(CONFIG).items() if path.startswith(TOWER))
+    assert 4 * parameters < apart < 8 * parameters + 50 * GROUP * 10 * 32 * 4
     with pytest.raises(InputError, match="pictures"):
         planned_training(recipe, CONFIG, "v5e:2x2", compiles=False, pictures=1)
     with pytest.raises(InputError, match="pictures"):
