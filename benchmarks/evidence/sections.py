@@ -6,7 +6,6 @@ from pathlib import Path
 
 import barycenters.report
 import evidence.equal_bytes.report
-import evidence.small_world
 import evidence.studies.report
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
@@ -337,19 +336,6 @@ SECTIONS = (
         ("moe_jax/images", "moe_jax/data/pictures", "moe_jax/data/packing.py", "moe_jax/model_io/frozen_tower.py"),
         layouts.PICTURES_READ,
         layouts.PICTURE_SHARE,
-    ),
-    Section(
-        "small_world",
-        "python benchmarks/small_world.py DATA",
-        (
-            "benchmarks/small_world.py",
-            "moe_jax/demo/small_world.py",
-            *_TRAINING,
-            "moe_jax/images",
-            "moe_jax/compression",
-        ),
-        lambda folder: evidence.small_world.SmallWorldFile(folder / "small_world.json"),
-        evidence.small_world.tables,
     ),
     _program(
         "encoder_decoders",
