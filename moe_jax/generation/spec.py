@@ -46,7 +46,7 @@ class GenerateSpec(Spec):
     default no others."""
     image: Annotated[Images, Shown("FILE", read_as=tuple[Path, ...], repeats=True)] = ()
     """A picture (PNG, JPEG, WebP, GIF, BMP or TIFF) for a model that sees; may be given several times. The prompts hold
-    a placeholder for each, such as <image>, and take them in order."""
+    a placeholder for each, <image>, and take them in order."""
 
     def __post_init__(self) -> None:
         if not all(isinstance(one, str) and one for one in self.stops):

@@ -24,7 +24,7 @@ from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.images.picture_files import PictureFolder
 from moe_jax.serve.access import Access
 from moe_jax.serve.answers import Answer, Piece, TokenTexts
-from moe_jax.serve.given_pictures import PictureReader
+from moe_jax.serve.asked_pictures import PictureReader
 from moe_jax.serve.lanes import Lane
 from moe_jax.serve.openai import MOST_VALUES, model_of, read_chat, read_completion
 from moe_jax.serve.openai import Request as Asked

@@ -10,8 +10,8 @@ from moe_jax.data.chat_template import check_messages
 from moe_jax.data.pictures.picture_messages import taken_pictures
 from moe_jax.generation.continued_rows import MOST_STOP_IDS
 from moe_jax.generation.engine import MOST_SCORES
+from moe_jax.serve.asked_pictures import MOST_PICTURES, AskedPicture, asked_picture
 from moe_jax.serve.fields import CHAT, COMPLETION, STREAM_OPTIONS, check_fields
-from moe_jax.serve.given_pictures import MOST_PICTURES, GivenPicture, given_picture
 from moe_jax.serve.protocol_error import ProtocolError
 
 MOST_STOPS = 16
@@ -43,7 +43,7 @@ class Request:
 
     prompts: Sequence[str | list[int]] = ()
     messages: Sequence[Mapping[str, Any]] = ()
-    pictures: Sequence[GivenPicture] = ()
+    pictures: Sequence[AskedPicture] = ()
     max_tokens: int | None
     temperature: float
     top_p: float
@@ -82,7 +82,7 @@ def read_chat(body: Any, *, sees: bool = False) -> Request:
     if body.get("messages") is None:
         raise _missing("messages")
     try:
-        given, pictures = taken_pictures(body["messages"], given_picture) if sees else (body["messages"], ())
+        given, pictures = taken_pictures(body["messages"], asked_picture) if sees else (body["messages"], ())
         messages = check_messages(given, pictures=sees)
     except InputError as error:
         raise ProtocolError(400, str(error), param="messages") from None

@@ -17,7 +17,7 @@ import pytest
 
 import moe_jax
 from moe_jax.images.picture_files import PictureFolder
-from moe_jax.serve.given_pictures import MOST_PICTURES
+from moe_jax.serve.asked_pictures import MOST_PICTURES
 from moe_jax.serve.scheduler import Scheduler
 from tests.serve.conftest import TEMPLATE
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer

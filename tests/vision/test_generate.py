@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import check_messages
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.pictures import see_prompts
-from moe_jax.serve.given_pictures import PictureReader
+from moe_jax.serve.asked_pictures import PictureReader
 from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.protocol_error import ProtocolError
 from tests.support.byte_tokenizer import byte_tokenizer

@@ -23,14 +23,14 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]{1,64};base64,")
 _NO_TOKEN = -1  # as of `Tokenizer.encode`
 
 
-class GivenPicture(NamedTuple):
+class AskedPicture(NamedTuple):
     """A picture of a request: a data URL, or a name; and where it stands in the request."""
 
     url: str
     where: str
 
 
-def given_picture(value: Any, where: str) -> GivenPicture:
+def asked_picture(value: Any, where: str) -> AskedPicture:
     """Returns the picture of a part, `{"url": ...}` or a URL; raises `ProtocolError` with status 400 if it is none."""
     if isinstance(value, Mapping):
         detail = value.get("detail")
@@ -39,7 +39,7 @@ def given_picture(value: Any, where: str) -> GivenPicture:
         value = value.get("url")
     if not isinstance(value, str) or not value:
         raise _refused(where, f"it is {shown(value)}, expected an object with url")
-    return GivenPicture(value, where)
+    return AskedPicture(value, where)
 
 
 class PictureReader:
@@ -68,7 +68,7 @@ class PictureReader:
         (row,) = place_pictures([ids], pictures, placeholder=placeholder, per_picture=self._each)
         return row
 
-    def read(self, picture: GivenPicture) -> SeenPicture:
+    def read(self, picture: AskedPicture) -> SeenPicture:
         """Returns a picture as the model sees it; raises `ProtocolError` with status 400 if it cannot be read."""
         data = self._bytes_of(picture)
         try:
@@ -78,7 +78,7 @@ class PictureReader:
         except InputError as error:
             raise _refused(picture.where, str(error)) from None
 
-    def _bytes_of(self, picture: GivenPicture) -> bytes:
+    def _bytes_of(self, picture: AskedPicture) -> bytes:
         url, where = picture
         address = _DATA_URL.match(url)
         if address is not None:
