@@ -163,8 +163,8 @@ class Tokenizer:
     def prompt(self, text: str, *, pictures: bool = False) -> np.ndarray:
         """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so; with
         `pictures` as of `encode`."""
-        ids = self.encode(text, pictures=pictures)
-        return ids if self._bos is None else np.append(np.int32(self._bos), ids)
+        ids = self._encoded_around_pictures(text).ids if pictures else self._encoded(text).ids
+        return self._checked(ids if self._bos is None else np.append(ids.dtype.type(self._bos), ids))
 
     @property
     def bos(self) -> int | None:

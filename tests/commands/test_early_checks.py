@@ -28,7 +28,7 @@ CASES = [
     ("upcycle model out --router-from @texxt.txt a", "did you mean 'text.txt'"),
     ("generate model --prompts-file texxt.txt", "did you mean 'text.txt'"),
     ("inspect model --text text.txt", "--plots DIR"),
-    ("inspect model --plots plots --text rows.jsonl", "expected plain text"),
+    ("inspect model --plots plots --text rows.jsonl", "no text at rows.jsonl"),
     ("train recipe.toml", "no model at m"),
     ("train recipe.toml --restart modle@5", "did you mean 'model'"),
     ("eval modle@5 --text text.txt", "no training run at modle"),
