@@ -10,8 +10,7 @@ same 200 questions, greedily, and again with the pictures shuffled among the que
 What the experts of the vanilla MoE have learnt is made smaller as DeRS does.
 
 FOLDER keeps the models of a seed until they are measured (5 GB); a run that was stopped goes on there, and the minutes
-of what was stopped are then not written down. Three seeds take an hour and a half on two idle cores. OUT receives
-`small_world.json`.
+of what was stopped are then not written down. OUT receives `small_world.json`.
 """
 
 import argparse

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -38,9 +37,7 @@ def measure_expert_use(
 
     @jax.jit
     def decide(state: nnx.State, batch: dict[str, Any]) -> dict[int, Any]:
-        found = nnx.merge(graphdef, state)(
-            **batch, last_only=jnp.zeros(batch["tokens"].shape[:1], jnp.int32), routing=True
-        )
+        found = nnx.merge(graphdef, state).activations(**batch, routing=True)  # logits are not asked for
         return {layer: found.routing[layer].experts for layer in layers}
 
     seen: list[SeenPatches] = []

@@ -305,21 +305,21 @@ class Tokenizer:
             return Encoded(ids.astype(np.int64), offsets)
         names = {MARK, own} if own is not None and any(self._frame) else {MARK}
         before, after = (self._encoded(one).ids.astype(np.int64) for one in self._frame)
-        runs = re.compile(f"(?:{'|'.join(map(re.escape, sorted(names)))})+")
+        mark = "|".join(map(re.escape, sorted(names)))
         ids, offsets, begin = [], [], 0
 
         def add(new: np.ndarray, places: np.ndarray) -> None:
             ids.append(new)
             offsets.append(places)
 
-        for run in (*runs.finditer(text), None):
+        for run in (*re.finditer(f"(?:{mark})+", text), None):
             encoded = self._encoded(text[begin:] if run is None else text[begin : run.start()])
             add(encoded.ids.astype(np.int64), encoded.offsets + begin)
             if run is None:
                 break
             begin = run.end()
             is_framed = text.endswith(self._frame[0], 0, run.start()) and text.startswith(self._frame[1], run.end())
-            for place in re.finditer("|".join(map(re.escape, sorted(names))), run[0]):
+            for place in re.finditer(mark, run[0]):
                 new = np.array([self._picture], np.int64)
                 new = new if is_framed else np.concatenate([before, new, after])
                 span = np.array([place.span()], np.int32) + run.start()

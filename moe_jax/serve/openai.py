@@ -8,9 +8,10 @@ from typing import Any
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.chat_template import check_messages
 from moe_jax.data.pictures.picture_messages import taken_pictures
+from moe_jax.data.pictures.picture_sources import PictureSource
 from moe_jax.generation.continued_rows import MOST_STOP_IDS
 from moe_jax.generation.engine import MOST_SCORES
-from moe_jax.serve.asked_pictures import MOST_PICTURES, AskedPicture, asked_picture
+from moe_jax.serve.asked_pictures import MOST_PICTURES, asked_picture
 from moe_jax.serve.fields import CHAT, COMPLETION, STREAM_OPTIONS, check_fields
 from moe_jax.serve.protocol_error import ProtocolError
 
@@ -43,7 +44,7 @@ class Request:
 
     prompts: Sequence[str | list[int]] = ()
     messages: Sequence[Mapping[str, Any]] = ()
-    pictures: Sequence[AskedPicture] = ()
+    pictures: Sequence[PictureSource] = ()
     max_tokens: int | None
     temperature: float
     top_p: float

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import ChatTemplate, Message, load_chat_template
 from moe_jax.data.pictures.picture_messages import conversation_text
+from moe_jax.data.pictures.picture_sources import PictureSource
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.eye import SeenPicture
 from moe_jax.generation.texts import Detokenizer
-from moe_jax.serve.asked_pictures import AskedPicture, PictureReader
+from moe_jax.serve.asked_pictures import PictureReader
 from moe_jax.serve.protocol_error import ProtocolError
 
 
@@ -60,7 +61,7 @@ class PromptReader:
         self._check_reads_only(given, "prompt")
         return Prompt(given, self._text_of(given), self._begins(given)) if echo else Prompt(given)
 
-    def of_conversation(self, messages: Sequence[Message], pictures: Sequence[AskedPicture] = ()) -> Prompt:
+    def of_conversation(self, messages: Sequence[Message], pictures: Sequence[PictureSource] = ()) -> Prompt:
         """Returns a conversation up to where the answer begins, as the chat template writes it.
 
         Where it has pictures, their places in the messages are parts `{"type": "image"}`, in order.
@@ -75,7 +76,7 @@ class PromptReader:
         self._check_reads_only(ids, "messages")
         return Prompt(ids)
 
-    def _that_shows(self, messages: Sequence[Message], pictures: Sequence[AskedPicture]) -> Prompt:
+    def _that_shows(self, messages: Sequence[Message], pictures: Sequence[PictureSource]) -> Prompt:
         assert self._sees is not None, "requests with pictures are for models that see"
         try:
             text = conversation_text(messages, len(pictures), self._template)

@@ -19,10 +19,16 @@ TEMPLATE = (
 @pytest.fixture(scope="session")
 def served_dir(tmp_path_factory):
     """A random model over bytes that is told of conversations, with room for more tokens than the first caches have."""
-    folder = tmp_path_factory.mktemp("served")
+    return write_served(tmp_path_factory.mktemp("served"), CONFIG)
+
+
+CONFIG = dense_config(num_layers=2, vocab_size=258, bos_id=BOS, eos_ids=(EOS,))
+
+
+def write_served(folder, config):
+    """Writes a random model over bytes, with a chat template and room for `CONTEXT` tokens."""
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}))
-    config = dense_config(num_layers=2, vocab_size=258, bos_id=BOS, eos_ids=(EOS,))
     config = dataclasses.replace(config, max_positions=CONTEXT)
     files = (byte_tokenizer(folder / "tokenizer.json", adds_bos=True), settings)
     return write_model(folder / "tiny", config, random_leaves(config), files)

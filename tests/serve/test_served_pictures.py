@@ -2,7 +2,6 @@
 
 import base64
 import concurrent.futures
-import dataclasses
 import http.client
 import json
 import threading
@@ -19,25 +18,17 @@ import moe_jax
 from moe_jax.images.picture_files import PictureFolder
 from moe_jax.serve.asked_pictures import MOST_PICTURES
 from moe_jax.serve.scheduler import Scheduler
-from tests.serve.conftest import TEMPLATE
-from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
-from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.serve.conftest import CONFIG, write_served
 from tests.support.drawn_pictures import png
 from tests.support.seeing_models import FEATURES, seeing
-from tests.support.served_models import CONTEXT, client_of, serving
+from tests.support.served_models import client_of, serving
 from tests.support.tiers import long
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A random model over bytes that sees, without a token for pictures."""
-    folder = tmp_path_factory.mktemp("sees")
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}))
-    config = dense_config(num_layers=2, vocab_size=258, bos_id=BOS, eos_ids=(EOS,))
-    config = dataclasses.replace(seeing(config), max_positions=CONTEXT)
-    files = (byte_tokenizer(folder / "tokenizer.json", adds_bos=True), settings)
-    return moe_jax.load(write_model(folder / "tiny", config, random_leaves(config), files))
+    return moe_jax.load(write_served(tmp_path_factory.mktemp("sees"), seeing(CONFIG)))
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +126,15 @@ def bomb() -> bytes:
 
 
 REFUSED = {
-    "on the network": (asking(("https://x.org/a.png",)), "not fetched"),
-    "a file of the server": (asking(("file:///etc/passwd",)), "not fetched"),
+    "on the network": (asking(("https://x.org/a.png",)), "not from elsewhere"),
+    "a file of the server": (asking(("file:///etc/passwd",)), "not from elsewhere"),
     "no base64": (asking(("data:image/png;base64,@@@@",)), "not base64"),
     "no picture": (asking(b"no picture at all"), "not a picture"),
     "cut off": (asking(png(1)[:100]), "damaged"),
     "a bomb": (asking(bomb()), "million"),
     "too many": (asking(*[png(1)] * (MOST_PICTURES + 1)), f"at most {MOST_PICTURES}"),
     "too long": (asking(*[png(1)] * MOST_PICTURES, "a" * 200), "context"),
-    "no url": ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "expected an object"),
+    "no url": ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "expected the name"),
     "nothing": ([{"role": "user", "content": [{"type": "image_url"}]}], "holds nothing"),
     "a mark in a text": (asking(png(1), "<image>"), "<image>"),
     "a mark elsewhere": ([{"role": "system", "content": "<image>"}, *asking(png(1), "a")], "<image>"),
@@ -165,7 +156,7 @@ def test_what_is_refused(client, wrong):
 
 def test_without_a_folder_no_name_is_taken(model):
     with serving(model, Scheduler(model.decoder, slots=1)) as address, client_of(address) as client:
-        with pytest.raises(openai.BadRequestError, match="not fetched"):
+        with pytest.raises(openai.BadRequestError, match="is no picture"):
             answered(client, asking(("a.png",), "a"))
 
 
