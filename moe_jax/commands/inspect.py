@@ -14,7 +14,7 @@ import tyro
 from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError, check_number
 from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
-from moe_jax.data.sections import check_seq_len
+from moe_jax.data.sections import check_seq_len, form_of_name
 
 if TYPE_CHECKING:
     import jax
@@ -80,7 +80,7 @@ class Options(OneModel):
     @property
     def has_rows(self) -> bool:
         """Whether `text` is a file of rows."""
-        return self.text is not None and self.text.suffix in (".jsonl", ".json", ".parquet", ".arrow")
+        return self.text is not None and form_of_name(self.text) != "text"
 
 
 GROUPS = {

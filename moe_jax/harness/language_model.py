@@ -29,8 +29,7 @@ from moe_jax.data.chat_template import (
     special_tokens,
 )
 from moe_jax.data.end_tokens import end_tokens
-from moe_jax.data.pictures.picture_messages import has_pictures, with_pictures
-from moe_jax.data.pictures.picture_sources import MARK
+from moe_jax.data.pictures.picture_messages import conversation_text, has_pictures, places_of
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.files.tokenizer_files import GENERATION
@@ -38,7 +37,7 @@ from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
-from moe_jax.harness.pictures.picture_prompts import ANY_PICTURE, PicturePrompts, Prompt, is_about_pictures
+from moe_jax.harness.pictures.picture_prompts import PicturePrompts, Prompt, is_about_pictures
 from moe_jax.harness.pictures.task_pictures import TaskPictures
 from moe_jax.nn import Decoder, unstacked
 
@@ -306,12 +305,11 @@ class HarnessModel(TemplateLM):
         """
         if self._template is None:
             self._template = load_chat_template(self._tokens.path)
-        messages: Sequence[Mapping[str, Any]] = chat_history
-        shows = self._model.config.vision is not None and self._template.takes_parts and has_pictures(messages)
-        if shows:
-            marks = sum(one["content"].count(MARK) for one in chat_history)
-            messages, _ = with_pictures(messages, [ANY_PICTURE] * marks, as_parts=True)
-        text = self._template(messages, add_generation_prompt=add_generation_prompt, pictures=shows)
+        how: Any = {"add_generation_prompt": add_generation_prompt}
+        if self._model.config.vision is not None and self._template.takes_parts and has_pictures(chat_history):
+            text = conversation_text(chat_history, places_of(chat_history), self._template, **how)
+        else:
+            text = self._template(chat_history, **how)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tokenizers
 
+from moe_jax.data.pictures.picture_sources import ANY_PICTURE
 from moe_jax.data.rows import Example
 from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.harness.pictures.picture_prompts import ANY_PICTURE
 from moe_jax.models.serialize import config_from_json, config_to_json
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config

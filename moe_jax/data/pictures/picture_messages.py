@@ -5,7 +5,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import PICTURE_PARTS, ChatTemplate, check_messages
-from moe_jax.data.pictures.picture_sources import MARK, MARKS_OF_OTHERS, PictureSource, check_places, picture_of
+from moe_jax.data.pictures.picture_sources import (
+    ANY_PICTURE,
+    MARK,
+    MARKS_OF_OTHERS,
+    PictureSource,
+    check_places,
+    picture_of,
+)
 
 T = TypeVar("T")
 
@@ -59,7 +66,7 @@ def replaced_pictures(messages: Any, replace: Callable[[Any, str], dict[str, Any
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list | tuple):
             where = f"the picture in message {number}"
-            parts = [replace(_value_of(part, where), where) if _is_picture(part) else part for part in content]
+            parts = [replace(_held(part, where), where) if _is_picture(part) else part for part in content]
             message = {**message, "content": parts}
         made.append(message)
     return made
@@ -69,27 +76,39 @@ def _is_picture(part: Any) -> bool:
     return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in PICTURE_PARTS
 
 
-def _value_of(part: Mapping[str, Any], where: str) -> Any:
-    value = next((part[key] for key in _OF_PART if part.get(key) is not None), None)
+def _held(part: Mapping[str, Any], where: str) -> Any:
+    value = _value_of(part)
     if value is None:
         raise InputError(f"{where} holds nothing; expected one of {', '.join(_OF_PART)}")
     return value
 
 
-def conversation_text(messages: Sequence[Mapping[str, Any]], pictures: int, template: ChatTemplate) -> str:
-    """Returns a conversation with pictures up to where its answer begins, as its template writes it.
+def _value_of(part: Mapping[str, Any]) -> Any:
+    """Returns what names or holds the picture of a part; None: nothing does."""
+    return next((part[key] for key in _OF_PART if part.get(key) is not None), None)
+
+
+def conversation_text(
+    messages: Sequence[Mapping[str, Any]],
+    pictures: int,
+    template: ChatTemplate,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Returns a conversation with pictures, by default up to where its answer begins, as its template writes it.
 
     Args:
       messages: as `check_messages` takes them; pictures are parts `{"type": "image"}`, or stand at `<image>` in texts.
       pictures: number of them.
       template: of the model.
+      add_generation_prompt: whether the text ends with the prompt for the assistant's answer.
 
     Raises:
       InputError: if pictures and places for them differ in number, an answer shows one, or the template refuses.
     """
-    any_pictures = [PictureSource(None, b"")] * pictures
-    messages, _ = with_pictures(check_messages(messages, pictures=True), any_pictures, as_parts=template.takes_parts)
-    return template(messages, add_generation_prompt=True, pictures=True)
+    checked, any_pictures = check_messages(messages, pictures=True), [ANY_PICTURE] * pictures
+    messages, _ = with_pictures(checked, any_pictures, as_parts=template.takes_parts)
+    return template(messages, add_generation_prompt=add_generation_prompt, pictures=True)
 
 
 def with_pictures(
@@ -141,7 +160,7 @@ def _marks(content: Any) -> int:
         return content.count(MARK)
     if not isinstance(content, list):
         return 0
-    return sum(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in content)
+    return sum(map(_is_picture, content))
 
 
 def _parts(content: Any, number: int) -> Sequence[str | PictureSource | None] | None:
@@ -154,8 +173,8 @@ def _parts(content: Any, number: int) -> Sequence[str | PictureSource | None] | 
     found: list[str | PictureSource | None] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in PICTURE_PARTS:
-            value = next((part[key] for key in _OF_PART if part.get(key) is not None), None)
+        if _is_picture(part):
+            value = _value_of(part)
             found.append(None if value is None else picture_of(value, f"the picture in message {number}"))
         elif isinstance(part, Mapping) and kind in ("text", "input_text") and isinstance(part.get("text"), str):
             if MARK in part["text"]:

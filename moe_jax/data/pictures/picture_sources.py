@@ -50,6 +50,10 @@ class PictureSource(NamedTuple):
         return shown_name(self.name) if self.name else "a picture in the row"
 
 
+ANY_PICTURE = PictureSource(None, b"")
+"""Stands for a picture where only the number of them counts."""
+
+
 class PictureFiles:
     """Reads the bytes of pictures; folders are opened when the first picture of one is read.
 

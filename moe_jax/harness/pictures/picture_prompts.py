@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 
 from moe_jax.core.bad_documents import BadDocument, naming
 from moe_jax.core.errors import shown
-from moe_jax.data.pictures.picture_sources import MARK, PictureSource
+from moe_jax.data.pictures.picture_sources import ANY_PICTURE, MARK
 from moe_jax.data.rows import Example
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.pictures import Pictures
@@ -20,8 +20,6 @@ from moe_jax.models import ModelConfig
 
 VISUAL = "visual"
 """lm-eval's name for the pictures of a request."""
-ANY_PICTURE = PictureSource(None, b"")
-"""Stands for a picture where only their number matters."""
 _NAMES = ("question_id", "id")
 
 
