@@ -66,7 +66,7 @@ class Stage(NamedTuple):
 
 STAGES = {
     "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 1e-3, 1e-3, 200, 1, 184, 8),
-    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 140, 2, 168, 4),
+    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 160, 2, 168, 4),
     "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 24, 2, 168, 4),
 }
 KINDS: dict[str, dict[str, Any] | None] = {
