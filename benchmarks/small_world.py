@@ -37,11 +37,21 @@ from moe_jax.demo.small_world import write_world
 
 PICTURES, ASKED = 1600, 200
 EYE = dict(size=112, features="8", projector="pixel_shuffle:2,linear,gelu,linear", placeholder="<filename>")
-# Questions and answers one after another, each on a line.
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content if loop.first else '\\n' + m.content }}"
-    "{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
-)
+# A picture and its caption; and questions and answers one after another, each on a line. Before all is BOS: this model
+# attends to the first token of a text whatever it is, and a picture in its place is hardly seen.
+_ANSWER = "{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}"
+TEMPLATES = {
+    "captions": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<image>' }}{% else %}"
+        + _ANSWER
+        + "{% endif %}"
+        "{% endfor %}"
+    ),
+    "train": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ m.content if loop.first else '\\n' + m.content }}{% else %}" + _ANSWER + "{% endif %}{% endfor %}"
+    ),
+}
 PROJECTOR, WHITENS, TOWER, FFNS = "vision/projector/.*", "vision/projector/1/.*", "vision/tower/.*", "layers/.*/mlp/.*"
 
 
@@ -65,9 +75,9 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 1e-3, 1e-3, 200, 1, 184, 8),
-    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 160, 2, 168, 4),
-    "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 24, 2, 168, 4),
+    "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 3e-3, 3e-3, 180, 1, 200, 8),
+    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 2e-4, 6e-4, 150, 2, 172, 4),
+    "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 24, 2, 172, 4),
 }
 KINDS: dict[str, dict[str, Any] | None] = {
     "dense": None,
@@ -98,7 +108,6 @@ class Questions:
 def trained(model: Path, stage: Stage, trial: "Trial", run: Path) -> Path:
     """Trains a model by a recipe; returns where the trained one is."""
     with_projector = [{"match": [PROJECTOR], "learning_rate": stage.projector_rate}]
-    template = "llava-plain" if stage.data == "captions" else str(trial.template)
     recipe = {
         "run_dir": str(run),
         "seed": trial.seed,
@@ -107,7 +116,7 @@ def trained(model: Path, stage: Stage, trial: "Trial", run: Path) -> Path:
             "sources": [{"path": str(trial.world / f"{stage.data}.jsonl")}],
             "seq_len": stage.seq_len,
             "max_pictures": stage.max_pictures,
-            "chat_template": template,
+            "chat_template": str(trial.folder.parent / f"{stage.data}.jinja"),
             "feature_cache": str(trial.folder.parent / "features"),
         },
         "partition": stage.partition,
@@ -127,9 +136,8 @@ class Trial:
     def __init__(self, work: Path, world: Path, language_model: Path, tower: Path, seed: int):
         self.folder, self.world, self.seed = work / f"seed-{seed}", world, seed
         self.parts = language_model, tower
-
-        self.template = work / "template.jinja"
-        self.template.write_text(TEMPLATE)
+        for name, template in TEMPLATES.items():
+            (work / f"{name}.jinja").write_text(template)
 
     def made(self, name: str) -> moe_jax.Model:
         """A model, which is trained, or made smaller, unless the folder has it."""
@@ -171,7 +179,8 @@ class Trial:
         for start in range(0, len(order), AT_ONCE):
             few = slice(start, start + AT_ONCE)
             pictures = [asked.pictures[number] for number in order[few]]
-            said = moe_jax.generate(model, list(asked.asked[few]), image=pictures, max_new_tokens=4)
+            prompts = [[{"role": "user", "content": question}] for question in asked.asked[few]]
+            said = moe_jax.generate(model, prompts, image=pictures, max_new_tokens=4)
             for one, answer in zip(said, asked.answers[few], strict=True):
                 found.append(one.text is not None and one.text.strip() == answer and one.stopped)
         return found
