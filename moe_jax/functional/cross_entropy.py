@@ -5,6 +5,7 @@ in all. So does distillation, which has a teacher's logits beside those of the s
 whose cotangents are not known at that time, compute the logits again in the backward pass.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,8 +68,8 @@ def _token_backward(options: HeadOptions, kept: tuple, cotangent: Any) -> tuple:
 
 def _weighted_forward(options: HeadOptions, *primals: Any) -> tuple[Array, tuple]:
     x, kernel, bias, targets, weights = chunks.primal_values(*primals)
-    wanted = chunks.wanted_gradients(*primals[:3])
-    losses, _, gradients = _losses(options, wanted, x, kernel, bias, targets, weights)
+    *wanted, needs_all = chunks.wanted_gradients(*primals[:3], primals[4])
+    losses, _, gradients = _losses(options, tuple(wanted), x, kernel, bias, targets, weights, needs_all=needs_all)
     return jnp.sum(losses * weights), (losses, chunks.cast_gradients(gradients, kernel, bias))
 
 
@@ -150,8 +151,9 @@ def distilled_cross_entropy(
 
 def _distilled_forward(options: HeadOptions, distillation: Distillation, *primals: Any) -> tuple[DistilledLoss, tuple]:
     x, kernel, bias, targets, weights, teacher = chunks.primal_values(*primals)
-    wanted = chunks.wanted_gradients(*primals[:3])
-    found = _losses(options, wanted, x, kernel, bias, targets, weights, distillation, teacher)
+    *wanted, needs_all = chunks.wanted_gradients(*primals[:3], primals[4])
+    mixing = (distillation, teacher)
+    found = _losses(options, tuple(wanted), x, kernel, bias, targets, weights, *mixing, needs_all=needs_all)
     kept = _mixture(distillation, found), chunks.cast_gradients(found.gradients, kernel, bias)
     return _mixed(distillation, found, weights), kept
 
@@ -182,10 +184,13 @@ def _losses(
     cotangents: Float[Array, "B T"] | None = None,
     distillation: Distillation | None = None,
     teacher: TeacherArrays | None = None,
+    *,
+    needs_all: bool = False,
 ) -> _Losses:
     """Returns the losses, and of x, kernel and bias those gradients of `sum(cotangents * losses)` that are wanted.
 
-    With a teacher, the gradients are those of the `_mixture` of cross-entropies and divergences.
+    With a teacher, the gradients are those of the `_mixture` of cross-entropies and divergences. Losses of tokens whose
+    cotangent is 0 may become 0, unless `needs_all`.
     """
     share, temperature, head = distillation or (0.0, 1.0, options)
     if teacher is not None:
@@ -203,40 +208,51 @@ def _losses(
             right_rows = teacher.x.reshape(-1, teacher.x.shape[-1])
         flat = (rows, right_rows, targets.reshape(-1), None if cotangents is None else cotangents.reshape(-1))
 
-        def add_chunk(sums: _Losses, start: Array | int, size: int) -> _Losses:
-            chunk, right_chunk, aims, weights = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), flat)
+        def over_chunks(flat: Any) -> _Losses:
+            rows, _, aims, _ = flat
 
-            def finish(products: Array) -> Array:
-                return chunks.finish_logits(products, bias, options.scale, options.soft_cap)
+            def add_chunk(sums: _Losses, start: Array | int, size: int) -> _Losses:
+                chunk, right_chunk, aims, weights = jax.tree.map(
+                    lambda a: lax.dynamic_slice_in_dim(a, start, size), flat
+                )
 
-            logits, pull = jax.vjp(finish, chunks.products_of_chunk(options, chunk, kernel))
-            divergence = slope = None
-            if teacher is not None:
-                right = chunks.products_of_chunk(head, right_chunk, right_kernel)
-                right = chunks.finish_logits(right, teacher.bias, head.scale, head.soft_cap)
-            loss, log_sum, is_target = chunks.loss_of_logits(options, logits, aims)
-            if teacher is not None:
-                divergence, slope = _divergence(options, logits, right, temperature)
-                slope = slope * jnp.float32(share)
-            losses, divergences = jax.tree.map(
-                lambda total, one: lax.dynamic_update_slice_in_dim(total, one, start, 0),
-                (sums.losses, sums.divergences),
-                (loss, divergence),
-            )
-            if not any(wanted):
-                return _Losses(losses, divergences, sums.gradients)
-            if share < 1:
-                of_targets = jnp.exp(logits - log_sum[:, None]) - is_target.astype(jnp.float32)
-                slope = of_targets if slope is None else slope + of_targets * jnp.float32(1 - share)
-            (slope,) = pull(slope * weights[:, None])
-            gradients = chunks.with_gradients_of_chunk(options, sums.gradients, start, chunk, kernel, slope)
-            return _Losses(losses, divergences, gradients)
+                def finish(products: Array) -> Array:
+                    return chunks.finish_logits(products, bias, options.scale, options.soft_cap)
 
-        nothing = jnp.zeros(targets.size, jnp.float32)
-        sums = _Losses(nothing, None if teacher is None else nothing, chunks.no_gradients(wanted, rows, kernel, bias))
-        losses, divergences, gradients = chunks.over_chunks(options, add_chunk, sums, kernel)
-        losses, divergences = jax.tree.map(lambda one: one.reshape(targets.shape), (losses, divergences))
-        return _Losses(losses, divergences, chunks.gradients_of_all_devices(options, gradients, x.shape))
+                logits, pull = jax.vjp(finish, chunks.products_of_chunk(options, chunk, kernel))
+                divergence = slope = None
+                if teacher is not None:
+                    right = chunks.products_of_chunk(head, right_chunk, right_kernel)
+                    right = chunks.finish_logits(right, teacher.bias, head.scale, head.soft_cap)
+                loss, log_sum, is_target = chunks.loss_of_logits(options, logits, aims)
+                if teacher is not None:
+                    divergence, slope = _divergence(options, logits, right, temperature)
+                    slope = slope * jnp.float32(share)
+                losses, divergences = jax.tree.map(
+                    lambda total, one: lax.dynamic_update_slice_in_dim(total, one, start, 0),
+                    (sums.losses, sums.divergences),
+                    (loss, divergence),
+                )
+                if not any(wanted):
+                    return _Losses(losses, divergences, sums.gradients)
+                if share < 1:
+                    of_targets = jnp.exp(logits - log_sum[:, None]) - is_target.astype(jnp.float32)
+                    slope = of_targets if slope is None else slope + of_targets * jnp.float32(1 - share)
+                (slope,) = pull(slope * weights[:, None])
+                gradients = chunks.with_gradients_of_chunk(options, sums.gradients, start, chunk, kernel, slope)
+                return _Losses(losses, divergences, gradients)
+
+            nothing = jnp.zeros(aims.size, jnp.float32)
+            none = chunks.no_gradients(wanted, rows, kernel, bias)
+            sums = _Losses(nothing, None if teacher is None else nothing, none)
+            return chunks.over_chunks(options, add_chunk, sums, kernel)
+
+        sizes: list[int] = []
+        if cotangents is not None and not needs_all:
+            sizes = chunks.smaller_sizes(options, targets.size, rows.shape[-1], kernel.size // rows.shape[-1])
+        found = over_chunks(flat) if not sizes else _of_scored(over_chunks, flat, sizes)
+        losses, divergences = jax.tree.map(lambda one: one.reshape(targets.shape), (found.losses, found.divergences))
+        return _Losses(losses, divergences, chunks.gradients_of_all_devices(options, found.gradients, x.shape))
 
     specs: Any = HeadSpecs.of(options)
     of_teacher: Any = HeadSpecs.of(head)
@@ -244,6 +260,35 @@ def _losses(
     in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens, teacher_specs)
     out_specs = _Losses(specs.tokens, specs.tokens, HeadGradients(specs.x, specs.kernel, specs.bias))
     return chunks.over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents, teacher)
+
+
+def _of_scored(over_chunks: Callable[[Any], _Losses], flat: Any, sizes: Sequence[int]) -> _Losses:
+    """Returns `over_chunks(flat)`, computed for the scored tokens alone where these fit into one of the sizes.
+
+    In training on answers most tokens are not scored: their logits, and their part in the gradients, are left out.
+
+    Args:
+      over_chunks: returns losses and gradients of some tokens.
+      flat: arrays with an entry for every token, of which the last one has the weights.
+      sizes: numbers of tokens, least first.
+    """
+    is_scored = flat[-1] != 0
+    scored_first = jnp.argsort(~is_scored, stable=True)
+
+    def among(size: int, flat: Any) -> _Losses:
+        chosen = scored_first[:size]
+
+        def placed(some: Array) -> Array:
+            whole = jnp.zeros((is_scored.size, *some.shape[1:]), some.dtype)
+            return whole.at[chosen].set(some, unique_indices=True)
+
+        found = over_chunks(jax.tree.map(lambda array: array[chosen], flat))
+        losses, divergences, of_x = jax.tree.map(placed, (found.losses, found.divergences, found.gradients.x))
+        return _Losses(losses, divergences, found.gradients._replace(x=of_x))
+
+    total = jnp.sum(is_scored, dtype=jnp.int32)
+    first_that_fits = jnp.sum(total > jnp.array(sizes, jnp.int32), dtype=jnp.int32)
+    return lax.switch(first_that_fits, [*(partial(among, size) for size in sizes), over_chunks], flat)
 
 
 def _divergence(

@@ -20,6 +20,11 @@ LOGIT_BYTES = 768 << 20
 """Most bytes of a chunk's float32 logits on a device, unless a single token's logits take more."""
 
 
+LEAST_PRODUCT = 1 << 30
+"""Multiplications of a head below which tokens that are not scored cost less than what leaves them out."""
+_SHARES = (4, 2)  # of the tokens: a quarter or a half of them may be enough
+
+
 class LossAxes(NamedTuple):
     """Axes of the mesh in use that split the operands; an operand that no axis splits is whole on every device.
 
@@ -170,6 +175,16 @@ def chunk_size(tokens: int, vocabulary: int, logit_bytes: int = LOGIT_BYTES) -> 
     """Returns the number of tokens of a chunk: all of them, or a power of two, which suits tiles of any size."""
     most = max(1, logit_bytes // (4 * vocabulary))
     return tokens if tokens <= most else 1 << (most.bit_length() - 1)
+
+
+def smaller_sizes(options: HeadOptions, tokens: int, width: int, vocabulary: int) -> list[int]:
+    """Returns the numbers of tokens that may be computed in place of all, least first; empty where it does not pay.
+
+    Devices that share a vocabulary would wait for each other inside of a branch, and therefore compute all tokens.
+    """
+    if tokens * width * vocabulary < LEAST_PRODUCT or (options.axes is not None and options.axes.vocabulary):
+        return []
+    return [-(-tokens // share) for share in _SHARES]
 
 
 def loss_of_logits(

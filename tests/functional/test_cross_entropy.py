@@ -1,5 +1,6 @@
 """The loss in chunks is that of all logits at once, forward and backward, whatever the chunk, the head and the mesh."""
 
+import contextlib
 from functools import partial
 
 import jax
@@ -12,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
+from moe_jax.functional import head_chunks
 from moe_jax.functional.cross_entropy import token_cross_entropies, weighted_cross_entropy
-from moe_jax.functional.head_chunks import HeadOptions, LossAxes, chunk_size, finish_logits
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes, chunk_size, finish_logits, smaller_sizes
 from tests.support.jaxprs import equations
 from tests.support.losses import token_losses
 from tests.support.numerics import normal
@@ -127,6 +129,36 @@ def test_values_and_gradients_over_a_mesh(sizes, axes, transposed):
     with jax.set_mesh(mesh):
         for form in ("tokens", "weighted"):
             assert_alike(value_and_gradients(*placed, options=options._replace(axes=axes), form=form), expected)
+
+
+@pytest.mark.parametrize("chunk", [48, 5])
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+def test_tokens_that_are_not_scored_are_left_out(monkeypatch, chunk, on_a_mesh):
+    """A quarter, a half or all tokens are computed, whichever is enough; on a mesh each device decides for itself."""
+    monkeypatch.setattr(head_chunks, "LEAST_PRODUCT", 0)
+    axes = LossAxes(("data", "fsdp", "expert")) if on_a_mesh else None
+    options = HeadOptions(scale=0.5, logit_bytes=chunk * 4 * 17)
+    x, kernel, bias, targets, weights = operands((8, 6, 8, 17), options)
+
+    @jax.jit
+    def gradients(weights, x, kernel, bias):
+        loss = partial(weighted_cross_entropy, options._replace(axes=axes))
+        return jax.value_and_grad(lambda *given: loss(*given, targets, weights), argnums=(0, 1, 2))(x, kernel, bias)
+
+    with jax.set_mesh(make_mesh({"data": 2, "fsdp": 4})) if on_a_mesh else contextlib.nullcontext():
+        for scored in (0, 1, 12, 13, 24, 25, 48):
+            chosen = np.random.default_rng(scored).permutation(48) < scored
+            some = jnp.where(jnp.asarray(chosen.reshape(8, 6)), weights + jnp.float32(0.1), jnp.float32(0))
+            expected = value_and_gradients(x, kernel, bias, targets, some, options=options, form="at once")
+            assert_alike(gradients(some, x, kernel, bias), (expected[0], expected[1][:3]))
+        made = equations(jax.make_jaxpr(gradients)(weights, x, kernel, bias))
+    assert any(one.primitive.name == "cond" for one in made)
+
+
+def test_where_leaving_tokens_out_does_not_pay_all_are_computed():
+    assert smaller_sizes(HeadOptions(), 344, 576, 49_152) == [86, 172]
+    assert smaller_sizes(HeadOptions(), 64, 64, 512) == []
+    assert smaller_sizes(HeadOptions(axes=LossAxes(("data",), vocabulary="tensor")), 344, 576, 49_152) == []
 
 
 def test_nothing_is_made_for_a_frozen_head():
