@@ -40,6 +40,12 @@ def run(options: _Command) -> None:
     from moe_jax.distributed.processes import join_processes
 
     join_processes()
-    made = moe_jax.attach(options.model, options.out, given_to(AttachSpec, options)).report
+    model = moe_jax.attach(options.model, options.out, given_to(AttachSpec, options))
+    made = model.report
     print(f"wrote {options.out}: an image encoder of {made.tower:,} parameters, and a projector of {made.projector:,}")
     print(f"a picture becomes {made.tokens:,} tokens")
+    if model.tokenizer is not None and model.tokenizer.bos is None and model.config.bos_id is not None:
+        print(
+            "note: the tokenizer puts no BOS before texts, and many models hardly see a picture that comes first; let "
+            "the chat template begin with {{ bos_token }}"
+        )

@@ -20,7 +20,7 @@ from moe_jax.images.picture_files import read_picture
 from moe_jax.images.processing import pixels_of
 from moe_jax.model_io.loading import load_tower
 from moe_jax.nn import place_pictures
-from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import BOS, byte_tokenizer
 from tests.support.tiers import first
 
 pytest.importorskip("torch")
@@ -134,7 +134,7 @@ def texts(tmp_path):
     tokenizer.add_special_tokens(["<image>", "<other>"])
     tokenizer.save(str(file))
     config = moe_jax.tiny_model().config
-    decoder = moe_jax.Decoder(dataclasses.replace(config, vocab_size=260), rngs=nnx.Rngs(0))
+    decoder = moe_jax.Decoder(dataclasses.replace(config, vocab_size=260, bos_id=BOS), rngs=nnx.Rngs(0))
     return moe_jax.Model(decoder, tokenizer_files=[file])
 
 
@@ -142,7 +142,8 @@ def test_the_command_writes_a_model_that_takes_pictures(texts, dinov2, tmp_path,
     blind = moe_jax.save(texts, tmp_path / "blind")
     words = ["attach", blind, tmp_path / "seeing", "--tower", dinov2, "--size", 16, "--projector", STEPS]
     assert cli.main([str(word) for word in words]) == 0, capsys.readouterr().err
-    assert "a picture becomes 4 tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "a picture becomes 4 tokens" in said and "{{ bos_token }}" in said
     model = moe_jax.load(tmp_path / "seeing")
     assert model.config.vision.placeholder == texts.tokenizer.id_of("<image>")
     Image.fromarray(pictures(1, 40)[0, 0]).save(tmp_path / "a.png")
