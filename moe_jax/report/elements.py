@@ -37,8 +37,11 @@ def _macro(name: str) -> Callable[..., Markup]:
 
 
 # What each of them is given, and writes, is in `elements.html`.
-_NAMES = ("facts", "side_by_side", "folded", "code", "note", "warning", "lines", "with_spread", "steps", "said")
-facts, side_by_side, folded, code, note, warning, lines, with_spread, steps, said = map(_macro, _NAMES)
+_NAMES = (
+    *("facts", "side_by_side", "folded", "code", "note", "warning", "lines", "with_spread", "steps"),
+    *("said", "answers"),
+)
+facts, side_by_side, folded, code, note, warning, lines, with_spread, steps, said, answers = map(_macro, _NAMES)
 
 # What no page may hold: control characters, halves of characters, and what is no character.
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A}
@@ -72,6 +75,12 @@ def picture(draw: Callable[[Any], None], alt: str, caption: str, *, wide: bool =
     not see it, and `caption` stands below it.
     """
     return _macros().picture(_as_address(draw, _LIGHT), _as_address(draw, _DARK), alt, caption, wide)
+
+
+def photograph(png: bytes, alt: str, caption: str, *, wide: bool = False) -> Markup:
+    """Returns a picture that is shown as it is: `png` is the content of its file; the rest as of `picture`."""
+    address = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return _macros().picture(address, address, alt, caption, wide)
 
 
 def joined(*parts: Markup) -> Markup:

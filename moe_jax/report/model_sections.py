@@ -15,12 +15,13 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
 from moe_jax.figures import LayerSimilarity
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
+from moe_jax.figures.use_plots import plot_use_by_kind
 from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.nn.projector import vision_in_words
 from moe_jax.peft.trained import active_size, parameter_sizes
-from moe_jax.report.elements import facts, folded, joined, picture, table, warning
+from moe_jax.report.elements import facts, folded, joined, photograph, picture, table, warning
 from moe_jax.report.subjects import Measured
 
 
@@ -285,4 +286,12 @@ def measured_pictures(measured: Measured) -> list[Markup]:
         load = partial(plot_load, measured.shares, title=f"{measured.model}: load of the experts")
         alt = f"heat map of how often each expert of {len(measured.shares)} layers is chosen"
         found.append(picture(load, alt, f"Use of the experts by layer{on}", wide=True))
+    if measured.use is not None:
+        seen, read = measured.use.tokens
+        by_kind = partial(plot_use_by_kind, measured.use, title=f"{measured.model}: experts by tokens")
+        alt = f"bars of the experts of {len(measured.use.of_text)} layers, of tokens of pictures and of texts"
+        found.append(picture(by_kind, alt, f"Experts of {seen:,} tokens of pictures, and {read:,} of texts", wide=True))
+    for number, png in enumerate(measured.patches, start=1):
+        caption = f"Picture {number}, and by layer the first expert of every patch"
+        found.append(photograph(png, caption, caption, wide=True))
     return found

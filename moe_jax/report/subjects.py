@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.figures import LayerSimilarity
+from moe_jax.figures import ExpertUse, LayerSimilarity
 from moe_jax.figures.plots import NUMBERS
+from moe_jax.figures.use_plots import PATCHES
 from moe_jax.files.json_toml import ANYTHING, parse, read_json
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.staging import check_model_path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _SWEEP = "sweep.json"
 _MAX_RECIPE_BYTES = 1 << 20
+_MAX_PNG_BYTES = 1 << 23
+_PNG = b"\x89PNG\r\n\x1a\n"
 _EXPECTED = (
     "expected a model, an adapter directory, a training run, a folder of `compress --sweep` or of `inspect --plots`, "
     "or an evaluation as JSON (`eval --json` or `--output`)"
@@ -70,13 +73,16 @@ class Run:
 class Measured:
     """Measurements of `inspect --plots`, of which there may be none of a kind.
 
-    `shares` are by layer index, of the assignments per expert, measured on `text`.
+    `shares` are by layer index, of the assignments per expert, measured on `text`. `use` is of tokens of pictures and
+    of others, without what was seen of pictures: `patches` are PNG files that show that.
     """
 
     model: str
     layers: Sequence[LayerSimilarity]
     shares: dict[int, Float[np.ndarray, " E"]]
     text: str | None
+    use: ExpertUse | None = None
+    patches: Sequence[bytes] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,12 +222,46 @@ def _measured(data: dict[str, Any], file: Path) -> Measured:
                 layers.append(_similarity(entry))
         except (AttributeError, KeyError, TypeError, ValueError):
             problems.append(f"entry {number} of layers is {shown(entry)}")
+    use = None
+    if "use" in data:
+        try:
+            use = _use(data["use"])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            problems.append(f"use is {shown(data['use'])}")
     raise_if_any(problems, f"{file} is not what `inspect --plots` writes")
     if not layers and not shares:
         raise InputError(f"{file} holds no layer")
     text = data.get("text")
     name = str(text["path"]) if isinstance(text, dict) and "path" in text else None
-    return Measured(model=str(data["model"]), layers=layers, shares=shares, text=name)
+    patches = () if use is None else _patches(file.parent)
+    return Measured(model=str(data["model"]), layers=layers, shares=shares, text=name, use=use, patches=patches)
+
+
+def _use(entry: dict[str, Any]) -> ExpertUse:
+    by_layer = {int(layer["layer"]): layer for layer in entry["layers"]}
+    seen, read = (
+        {index: _array(layer[name], 1) for index, layer in by_layer.items()} for name in ("of_pictures", "of_text")
+    )
+    counts = [*seen.values(), *read.values()]
+    if (
+        not seen
+        or any(len(seen[index]) != len(read[index]) for index in seen)
+        or any((one < 0).any() for one in counts)
+    ):
+        raise ValueError("no counts of experts")
+    tokens = entry["tokens"]
+    return ExpertUse(seen, read, [], (int(tokens["of_pictures"]), int(tokens["of_text"])))
+
+
+def _patches(folder: Path) -> list[bytes]:
+    """Returns the files of pictures with the experts of their patches, as many as there are in turn."""
+    found = []
+    while (file := folder / PATCHES.format(len(found) + 1)).is_file():
+        content = read_regular(file, max_bytes=_MAX_PNG_BYTES)
+        if not content.startswith(_PNG):
+            raise InputError(f"{file} is no PNG")
+        found.append(content)
+    return found
 
 
 def _similarity(entry: dict[str, Any]) -> LayerSimilarity:

@@ -10,7 +10,8 @@ import numpy as np
 
 from moe_jax.compression import LayerReport, Report, Sweep
 from moe_jax.compression.report import Point
-from moe_jax.figures import measure_similarity, write_figures
+from moe_jax.figures import ExpertUse, measure_similarity, plots_of_use, use_numbers, write_figures
+from moe_jax.figures.expert_use import SeenPatches
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.model_io.test_adapter_dir import write_adapter, write_base
@@ -93,7 +94,12 @@ def write_measured(folder: Path, model: Path) -> Path:
     source = ModelDirectory(model)
     shares = {layer: np.full(EXPERTS, 1 / EXPERTS) for layer in range(2)}
     text = {"path": f"a/{EVIL}", "tokens": 10, "seq_len": 5}
-    write_figures(folder, [measure_similarity(source, layer) for layer in range(2)], name="m", shares=shares, text=text)
+    counts = {layer: np.arange(EXPERTS, dtype=np.float64) + layer for layer in range(2)}
+    seen = SeenPatches(np.full((4, 4, 3), 90, np.uint8), {layer: np.array([[0, 1], [1, -1]]) for layer in range(2)})
+    use = ExpertUse(counts, counts, [seen], (1234, 567))
+    similar = [measure_similarity(source, layer) for layer in range(2)]
+    more = {"more": plots_of_use(use, name="m"), "numbers": {"use": use_numbers(use)}}
+    write_figures(folder, similar, name="m", shares=shares, text=text, **more)
     return folder
 
 

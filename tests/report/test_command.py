@@ -17,11 +17,11 @@ from tests.report.test_elements import Reader, read
 from tests.support.browser import Browser
 from tests.support.tiers import long
 
-_PICTURE = "data:image/svg+xml;base64,"
+_PICTURE, _PHOTOGRAPH = "data:image/svg+xml;base64,", "data:image/png;base64,"
 # Of the model: two of similarity. Of the run: loss, rate, gradient, speed (losses of routers have the coefficient 0);
 # use over time and at the end.
-# Of the compressed one: two. The sweep has one, the measurements have three.
-PICTURES = 2 + 6 + 2 + 1 + 3
+# Of the compressed one: two. The sweep has one, the measurements have four, and one that was drawn before.
+PICTURES = 2 + 6 + 2 + 1 + 5
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,12 @@ def test_everything_is_shown_and_nothing_is_loaded(reader: Reader):
     images = [attributes for name, attributes in reader.elements if name == "img"]
     sources = [attributes["srcset"] for name, attributes in reader.elements if name == "source"]
     assert len(images) == len(sources) == PICTURES and all(image["alt"] for image in images)
-    for address in [*(image["src"] for image in images), *sources]:
+    addresses = [*(image["src"] for image in images), *sources]
+    assert sum(address.startswith(_PHOTOGRAPH) for address in addresses) == 2
+    for address in addresses:
+        if address.startswith(_PHOTOGRAPH):
+            assert base64.b64decode(address.removeprefix(_PHOTOGRAPH), validate=True).startswith(b"\x89PNG")
+            continue
         assert address.startswith(_PICTURE)
         picture = base64.b64decode(address.removeprefix(_PICTURE), validate=True)
         assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")
@@ -69,6 +74,7 @@ def test_everything_is_shown_and_nothing_is_loaded(reader: Reader):
         "LoRA", "stands on", "adapter directory",
         "held-out.txtperplexity4.4817117", "a.jsonlaccuracy0.75000.5000 to 0.90004", "piqaacc0.7000± 0.0100200",
         "low-rank, rank 2 (layer 0)",
+        "Experts of 1,234 tokens of pictures, and 567 of texts", "Picture 1, and by layer the first expert",
     ],
 )  # fmt: skip
 def test_figures_are_the_ones_in_the_files(reader: Reader, shown: str):
@@ -163,6 +169,7 @@ def test_a_path_given_twice_is_shown_once(subjects, tmp_path: Path):
             "not what `inspect --plots` writes",
         ),
         ("a.json", '{"model": "m", "layers": []}', "a.json holds no layer"),
+        ("a.json", '{"model": "m", "layers": [], "use": {"layers": [{"layer": 0}]}}', "use is {'layers'"),
         ("run/metrics.jsonl", '{"loss": 1}\n', "run/metrics.jsonl: expected an object"),
         ("run/recipe.toml", b"\xff", "run/recipe.toml is not TOML"),
         ("empty/a.bin", "", "report can show"),
