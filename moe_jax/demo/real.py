@@ -74,7 +74,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
       Stopped: after a signal that ended the tuning; the demo goes on there.
     """
     check_folder(folder)
-    _check_dense(model)
+    check_dense(model)
     settings = {"model": str(model), "tuning_steps": steps}
     with open_folder(folder, settings, resume=shell.resume) as done, shell.notes():
         dense, moe, tuned = folder / "dense", folder / "moe", folder / "run/model"
@@ -122,7 +122,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         finish(shell.console, folder, page, model=model.name, tuning_steps=steps)
 
 
-def _check_dense(model: Path) -> None:
+def check_dense(model: Path) -> None:
     """Raises an error for what is no dense language model that can be converted, before an older demo is removed."""
     source = open_source(model)
     if isinstance(source, ModelDirectory | AdapterDirectory):

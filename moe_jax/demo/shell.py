@@ -40,6 +40,11 @@ class Shell:
         """Runs a command that prints what it does."""
         self._run(self._typed(words))
 
+    def show(self, program: str, *words: object) -> None:
+        """Shows a command as a user could type it; what it does is done by the caller."""
+        typed = shlex.join(map(str, words))
+        self.console.print(f"\n[bold]$ {program} {escape(typed)}[/bold]", highlight=False, soft_wrap=True)
+
     def make(self, out: Path, *words: object) -> None:
         """Runs a command that makes `out`, which is complete once it is there: then there is nothing left to do.
 
@@ -87,5 +92,5 @@ class Shell:
 
     def _typed(self, words: Iterable[object]) -> list[str]:
         arguments = [str(word) for word in words]
-        self.console.print(f"\n[bold]$ moe-jax {escape(shlex.join(arguments))}[/bold]", highlight=False, soft_wrap=True)
+        self.show("moe-jax", *arguments)
         return arguments
