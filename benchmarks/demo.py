@@ -1,14 +1,16 @@
 """The demo on a real language model, `make demo`: what it makes, how well that does, and how long every step takes.
 
-    python benchmarks/demo.py MODEL [--work FOLDER] [--out benchmarks/results]
+    python benchmarks/demo.py MODEL [--tower TOWER] [--work FOLDER] [--out benchmarks/results]
 
 MODEL is a dense language model with a chat template, such as the GGUF file of SmolLM2-135M-Instruct that `make demo`
 fetches. The demo runs in FOLDER, by default a temporary one, in a process of its own, as a user starts it: nothing that
 was compiled before is found. FOLDER of a demo that is finished, which this code made, is taken as it is. OUT receives
-`demo.json`.
+`demo.json`. With TOWER, an image encoder such as the one that `make demo-vision` fetches, it is the demo of a model
+that sees, and `demo_vision.json`.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from evidence.layouts import DEMO_MODELS, DEMO_STEPS
+from evidence.layouts import DEMO_MODELS, DEMO_STEPS, DEMO_VISION_MODELS
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
 from moe_jax.demo.comparison import RESULTS as DEMO_RESULTS
@@ -31,24 +33,32 @@ IN_ALL = "in all"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("--tower", type=Path, help="an image encoder: the demo of a model that sees")
     parser.add_argument("--work", type=Path, help="folder of the demo; one that is finished is taken as it is")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if not options.model.exists():
         parser.error(f"there is no model {options.model}")
     stamp = current_stamp()  # of the code that runs, whatever happens to the checkout meanwhile
-    figures = Figures("demo", options.out, writes=True, stamp=lambda: stamp)
+    name_of_file = "demo" if options.tower is None else "demo_vision"
+    figures = Figures(name_of_file, options.out, writes=True, stamp=lambda: stamp)
     with tempfile.TemporaryDirectory() as name:
         work = options.work or Path(name) / "demo"
         if not (work / DEMO_RESULTS).exists():
-            run_demo(options.model, work, Path(name) / "cache")
-        put(figures, read_results(work))
-    print(DEMO_MODELS.text(figures), DEMO_STEPS.text(figures), sep="\\n\\n")
+            run_demo(options.model, options.tower, work, Path(name) / "cache")
+        if options.tower is None:
+            put(figures, read_results(work))
+        else:
+            put_seeing(figures, json.loads((work / DEMO_RESULTS).read_text("utf-8")))
+    models = DEMO_MODELS if options.tower is None else DEMO_VISION_MODELS
+    print(models.text(figures), DEMO_STEPS.text(figures), sep="\n\n")
 
 
-def run_demo(model: Path, work: Path, cache: Path) -> None:
+def run_demo(model: Path, tower: Path | None, work: Path, cache: Path) -> None:
     """Runs the demo as a user would; `cache` is an empty folder, in which it finds nothing that was compiled."""
     words = [sys.executable, "-m", "moe_jax.commands.cli", "demo", "--model", str(model), "--dir", str(work)]
+    if tower is not None:
+        words += ["--tower", str(tower)]
     if work.exists():
         words.append("--resume")
     kept = {key: value for key, value in os.environ.items() if not key.startswith("JAX_COMPILATION")}
@@ -72,8 +82,24 @@ def put(figures: Figures, found: dict[str, Any]) -> None:
             for row in rows
         ],
     )
-    steps = [[title, seconds] for title, seconds in found["seconds"].items()]
-    figures.put_rows(DEMO_STEPS.name, [*steps, [IN_ALL, sum(found["seconds"].values())]])
+    put_steps(figures, found["seconds"])
+
+
+def put_seeing(figures: Figures, found: dict[str, Any]) -> None:
+    """Stores what a demo of a model that sees found."""
+    rows = []
+    for model in found["models"]:
+        right, asked = map(sum, zip(*model["right"].values(), strict=True))
+        experts = None if model["expert_bytes"] is None else model["expert_bytes"] / 1e6
+        rows.append([model["name"], model["params"], model["nbytes"] / 1e6, experts, right, asked,
+                     model["tokens_per_second"]])  # fmt: skip
+    figures.put_rows(DEMO_VISION_MODELS.name, rows)
+    put_steps(figures, found["seconds"])
+
+
+def put_steps(figures: Figures, seconds: dict[str, float]) -> None:
+    steps = [[title, took] for title, took in seconds.items()]
+    figures.put_rows(DEMO_STEPS.name, [*steps, [IN_ALL, sum(seconds.values())]])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """Tokens per second that `moe-jax serve` gives to one request and to eight at once, over HTTP.
 
-    python benchmarks/serve.py MODEL [--seats 8] [--tokens 64] [--rounds 3] [--out benchmarks/results]
+    python benchmarks/serve.py MODEL [--seats 8] [--tokens 64] [--rounds 3] [--against CHECKOUT] [--out FOLDER]
 
 MODEL is a language model with a tokenizer, such as SmolLM2-135M-Instruct. A server of one seat, and then one of SEATS,
 is started as a user would; prompts of 12 to 40 words go to it, one alone and SEATS at once, by turns. Programs are
 compiled before. Seconds are the median of the rounds, from the first request until the last answer is whole.
+
+CHECKOUT is a folder with an older commit of this project, whose server is started beside this one: both are asked by
+turns, and the ratio of every round counts. Then only that is measured.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,7 +23,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from evidence.layouts import SERVING
+from evidence.layouts import SERVING, SERVING_BEFORE
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT
 
@@ -33,7 +37,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="an older commit, to be compared with")
     options = parser.parse_args()
+    figures = Figures("serve", options.out, writes=True)
+    if options.against is not None:
+        compare(options, figures)
+        print(SERVING_BEFORE.text(figures))
+        return
     measured: list[tuple[int, int, float]] = []
     for seats in (1, options.seats):
         with serving(options.model, seats) as address:
@@ -51,17 +61,39 @@ def main() -> None:
         made = count * options.tokens
         rate = made / seconds
         rows.append([seats, count, made, seconds, rate, rate / alone[seats], rate / alone[1]])
-    figures = Figures("serve", options.out, writes=True)
     figures.put_rows(SERVING.name, rows)
     print(SERVING.text(figures))
 
 
+def compare(options: argparse.Namespace, figures: Figures) -> None:
+    """Measures this code's server and an older one's by turns: for texts nothing may have become slower."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=options.against, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    rows = []
+    for seats in (1, options.seats):
+        with serving(options.model, seats) as now, serving(options.model, seats, options.against) as before:
+            for address in (now, before):
+                answered(address, seats, options.tokens)
+            pairs = []
+            for number in range(options.rounds):
+                # Whoever is asked second may find a warmer machine, or a busier one.
+                order = (now, before) if number % 2 else (before, now)
+                seconds = {address: answered(address, seats, options.tokens) for address in order}
+                pairs.append((seconds[now], seconds[before]))
+        ratios = [one / other for one, other in pairs]
+        medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
+        rows.append([seats, seats, commit, *medians, statistics.median(ratios), min(ratios), max(ratios), len(ratios)])
+    figures.put_rows(SERVING_BEFORE.name, rows)
+
+
 @contextlib.contextmanager
-def serving(model: Path, seats: int) -> Iterator[str]:
-    """The address of a server in a process of its own."""
+def serving(model: Path, seats: int, checkout: Path = ROOT) -> Iterator[str]:
+    """The address of a server in a process of its own, of the code in a folder."""
     command = [sys.executable, "-m", "moe_jax.commands.cli", "serve", str(model), "--port", "0", "--name", "model"]
     arguments = [*command, "--seats", str(seats), "--context", "512"]
-    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    with subprocess.Popen(arguments, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             line = server.stdout.readline()

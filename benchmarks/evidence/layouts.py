@@ -220,6 +220,12 @@ SERVING = Table(
      "of one request on a server of one seat (aim 3)"),
     ("{}", "{}", "{}", "{:.2f}", "{:.1f}", "{:.2f}", "{:.2f}"),
 )  # fmt: skip
+SERVING_BEFORE = Table(
+    "before",
+    ("seats", "requests at once", "older commit", "seconds", "seconds of the older one", "ratio of a round, median",
+     "least", "greatest", "rounds"),
+    ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}", "{:.3f}", "{}"),
+)  # fmt: skip
 PLAN_TRAIN = Table(
     "cases",
     ("SmolLM2-135M, 2 × 256 tokens, float32", "foretold, GB", "measured, GB", "difference, % (aim 15)",
@@ -233,5 +239,10 @@ DEMO_MODELS = Table(
         "above the uncompressed, nats per token",
     ),
     ("{}", "{:,}", "{:.1f}", "{:.1f}", "{:.2f}", "{:.3f}", "{:+.4f}"),
+)
+DEMO_VISION_MODELS = Table(
+    "models",
+    ("model", "parameters", "MB", "of its experts, MB", "right answers", "questions", "tokens per second"),
+    ("{}", "{:,}", "{:.1f}", "{:.1f}", "{}", "{}", "{:.0f}"),
 )
 DEMO_STEPS = Table("steps", ("step", "seconds"), ("{}", "{:.0f}"))
