@@ -75,7 +75,7 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 3e-3, 3e-3, 180, 1, 200, 8),
+    "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 3e-3, 3e-3, 150, 1, 200, 8),
     "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 2e-4, 6e-4, 150, 2, 172, 4),
     "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 24, 2, 172, 4),
 }
