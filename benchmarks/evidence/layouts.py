@@ -226,6 +226,12 @@ SERVING_BEFORE = Table(
      "least", "greatest", "rounds"),
     ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}", "{:.3f}", "{}"),
 )  # fmt: skip
+SCORED_ANSWERS = Table(
+    "shares",
+    ("tokens scored, %", "seconds", "seconds with all logits", "ratio of a round, median", "least", "greatest",
+     "largest relative difference of a gradient"),
+    ("{:.0f}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.1e}"),
+)  # fmt: skip
 PLAN_TRAIN = Table(
     "cases",
     ("SmolLM2-135M, 2 × 256 tokens, float32", "foretold, GB", "measured, GB", "difference, % (aim 15)",

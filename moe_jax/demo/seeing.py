@@ -8,6 +8,7 @@ from pathlib import Path
 from moe_jax.api.generate import continue_prompts, prompt_ids, with_pictures_apart
 from moe_jax.api.model import Loading, Model
 from moe_jax.api.open_source import open_source
+from moe_jax.core.errors import InputError
 from moe_jax.demo.comparison import of_experts
 from moe_jax.demo.folder import Steps, check_folder, is_number, open_folder
 from moe_jax.demo.page import training_records
@@ -89,6 +90,7 @@ def run_vision_demo(folder: Path, model: Path, tower: Path, *, projector: int, t
     """
     check_folder(folder)
     check_dense(model)
+    _check_tower(tower)
     steps = {"projector_steps": projector, "tuning_steps": tuning}
     settings = {"model": str(model), "tower": str(tower), **steps}
     with open_folder(folder, settings, resume=shell.resume) as done, shell.notes():
@@ -139,6 +141,16 @@ def run_vision_demo(folder: Path, model: Path, tower: Path, *, projector: int, t
             seconds=done.seconds,
         )
         finish(shell.console, folder, page, **settings)
+
+
+def _check_tower(tower: Path) -> None:
+    """Raises an error for what is no image encoder, before an older demo is removed."""
+    source = open_source(tower)
+    if source.config.patches is None:
+        raise InputError(
+            f"--tower {tower} is a {source.config.family!r} model; expected an image encoder: DINOv2, CLIP"
+        )
+    source.specs()  # says which weights are missing
 
 
 class Questions:

@@ -11,6 +11,7 @@ from moe_jax import demo
 from moe_jax.commands.cli import main
 from moe_jax.demo import seeing
 from moe_jax.demo.comparison import RESULTS
+from moe_jax.demo.folder import open_folder
 from moe_jax.demo.seeing_page import Asked, SeeingModel, VisionPage, finish
 from moe_jax.demo.small_world import CHANCE
 from moe_jax.training.recipe import load_recipe
@@ -91,6 +92,20 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, giv
     (tmp_path / "tower").mkdir()
     assert main(["demo", "--dir", "d", *given.split()]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("kind", ["language model", "empty folder"])
+def test_an_older_demo_is_kept_where_the_tower_is_none(tmp_path, tiny_checkpoint, monkeypatch, capsys, kind):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(seeing, "check_dense", lambda model: None)
+    with open_folder(tmp_path / "d", {}, resume=False):
+        (tmp_path / "d/page.html").write_text("precious")
+    (tmp_path / "empty").mkdir()
+    tower = str(tiny_checkpoint) if kind == "language model" else "empty"
+    assert main(["demo", "--dir", "d", "--model", str(tiny_checkpoint), "--tower", tower]) == 2
+    said = capsys.readouterr()
+    assert tower in said.err and said.out == ""
+    assert (tmp_path / "d/page.html").read_text() == "precious"
 
 
 @long
