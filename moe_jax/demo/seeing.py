@@ -4,10 +4,12 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_jax.api.generate import continue_prompts, prompt_ids, with_pictures_apart
 from moe_jax.api.model import Loading, Model
 from moe_jax.api.open_source import open_source
+from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.core.errors import InputError
 from moe_jax.demo.comparison import of_experts
 from moe_jax.demo.folder import Steps, check_folder, is_number, open_folder
@@ -19,6 +21,8 @@ from moe_jax.demo.small_world import write_world
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.peft.trained import parameter_sizes
 from moe_jax.training.recipe_toml import toml_value
+from moe_jax.upcycling.attach_spec import AttachSpec
+from moe_jax.upcycling.attached_tower import seeing_config
 
 BEFORE, TUNED, SMALL, EXPORTED = "with an eye", "upcycled and tuned", "4 bits", "exported as LLaVA"
 # Pictures to learn from; those that are asked about come in kinds of questions by turns, so that the first five are one
@@ -29,8 +33,7 @@ STAGE_1, STAGE_3 = dict(seq_len=200, pictures=8, rate=3e-3), dict(seq_len=172, p
 # So many are asked at once; the first of them compile.
 AT_ONCE = 10
 NEW_TOKENS = 6
-PLACEHOLDER = "<filename>"
-EYE = f"--size 56 --features 8 --projector linear,gelu,linear --placeholder {PLACEHOLDER}"
+EYE: dict[str, Any] = {"size": 56, "features": "8", "projector": "linear,gelu,linear", "placeholder": "<filename>"}
 UPCYCLED = "--experts 4 --top-k 2 --every 2 --delta low-rank:16"
 COMPRESSED = "--method quantize --bits 4"
 # A picture and its caption; and questions and answers one after another, each on a line. Before all is BOS: SmolLM2
@@ -90,7 +93,7 @@ def run_vision_demo(folder: Path, model: Path, tower: Path, *, projector: int, t
     """
     check_folder(folder)
     check_dense(model)
-    _check_tower(tower)
+    _check_eye(model, tower)
     steps = {"projector_steps": projector, "tuning_steps": tuning}
     settings = {"model": str(model), "tower": str(tower), **steps}
     with open_folder(folder, settings, resume=shell.resume) as done, shell.notes():
@@ -106,8 +109,9 @@ def run_vision_demo(folder: Path, model: Path, tower: Path, *, projector: int, t
         with done.timed("draw"):
             _draw(shell, folder / "world")
         with done.timed("attach"):
-            pictures = ("--pictures", folder / "world/train")
-            shell.make(seeing, "attach", language_model, seeing, "--tower", tower, *EYE.split(), *pictures)
+            given = {"tower": tower, **EYE, "pictures": folder / "world/train"}
+            words = [word for name, value in given.items() for word in (f"--{name}", value)]
+            shell.make(seeing, "attach", language_model, seeing, *words)
         questions = Questions(folder / "world")
         with done.timed("ask"):
             models.append(_asked(shell, done, BEFORE, seeing, questions))
@@ -143,14 +147,16 @@ def run_vision_demo(folder: Path, model: Path, tower: Path, *, projector: int, t
         finish(shell.console, folder, page, **settings)
 
 
-def _check_tower(tower: Path) -> None:
-    """Raises an error for what is no image encoder, before an older demo is removed."""
-    source = open_source(tower)
+def _check_eye(model: Path, tower: Path) -> None:
+    """Raises an error for an image encoder that cannot be attached, before an older demo is removed."""
+    source = open_source(tower, towers=True)
     if source.config.patches is None:
         raise InputError(
             f"--tower {tower} is a {source.config.family!r} model; expected an image encoder: DINOv2, CLIP"
         )
     source.specs()  # says which weights are missing
+    preprocessor = source.processing_keys() if isinstance(source, HuggingFaceDirectory) else None
+    seeing_config(open_source(model).config, source.config, AttachSpec(tower=tower, **EYE), preprocessor=preprocessor)
 
 
 class Questions:

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+MOST_PICTURES = 4
+"""Pictures of which it is kept which expert saw which patch."""
+
 
 class SeenPatches(NamedTuple):
     """A picture as the model sees it, and by layer the expert that each of its tokens was given to first, -1: none."""

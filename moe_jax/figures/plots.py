@@ -83,7 +83,7 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     bases = list(dict.fromkeys(layer.base for layer in layers))
     axes.set_ylabel(f"{scale.label} to the base")
-    axes.set_title(f"{title}: experts and their base ({', '.join(bases)})", fontsize=10)
+    axes.set_title(f"{title}: experts and their base ({', '.join(bases)})", fontsize=10, parse_math=False)
     axes.legend(title="mean, least and greatest of the experts", title_fontsize=8, fontsize=8, ncols=2)
     if MEAN in bases:
         counts = {len(layer.whole_to_base) for layer in layers if layer.base == MEAN}
@@ -120,7 +120,7 @@ def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
                     axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
     figure.colorbar(image, ax=grid, label=f"{scale.label}, between experts", shrink=0.8, format="%.6g")
     some = "" if len(shown) == len(layers) else f" ({len(shown)} of {len(layers)} layers)"
-    figure.suptitle(f"{title}: experts and each other{some}", fontsize=10)
+    figure.suptitle(f"{title}: experts and each other{some}", fontsize=10, parse_math=False)
     figure.savefig(file, dpi=DPI)
 
 
@@ -196,7 +196,7 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: DrawnTo, *, t
                 axes.text(expert, row, f"{value:.0f}%", ha="center", va="center", fontsize=8,
                           color="white" if dark else "black")  # fmt: skip
     _share_colours(figure, image, float(relative.max()))
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(title, fontsize=9, parse_math=False)
     figure.savefig(file, dpi=DPI)
 
 

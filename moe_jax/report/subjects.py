@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.figures import ExpertUse, LayerSimilarity
+from moe_jax.figures.expert_use import MOST_PICTURES
 from moe_jax.figures.plots import NUMBERS
 from moe_jax.figures.use_plots import PATCHES
 from moe_jax.files.json_toml import ANYTHING, parse, read_json
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _SWEEP = "sweep.json"
 _MAX_RECIPE_BYTES = 1 << 20
 _MAX_PNG_BYTES = 1 << 23
+_MOST_COUNTED = 1 << 53
 _PNG = b"\x89PNG\r\n\x1a\n"
 _EXPECTED = (
     "expected a model, an adapter directory, a training run, a folder of `compress --sweep` or of `inspect --plots`, "
@@ -220,13 +222,13 @@ def _measured(data: dict[str, Any], file: Path) -> Measured:
                 shares[int(entry["layer"])] = _array(entry["load"], 1)
             if "cosine_to_base" in entry:
                 layers.append(_similarity(entry))
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             problems.append(f"entry {number} of layers is {shown(entry)}")
     use = None
     if "use" in data:
         try:
             use = _use(data["use"])
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             problems.append(f"use is {shown(data['use'])}")
     raise_if_any(problems, f"{file} is not what `inspect --plots` writes")
     if not layers and not shares:
@@ -238,25 +240,31 @@ def _measured(data: dict[str, Any], file: Path) -> Measured:
 
 
 def _use(entry: dict[str, Any]) -> ExpertUse:
-    by_layer = {int(layer["layer"]): layer for layer in entry["layers"]}
+    by_layer = {_whole(layer["layer"]): layer for layer in entry["layers"]}
     seen, read = (
         {index: _array(layer[name], 1) for index, layer in by_layer.items()} for name in ("of_pictures", "of_text")
     )
-    counts = [*seen.values(), *read.values()]
-    if (
-        not seen
-        or any(len(seen[index]) != len(read[index]) for index in seen)
-        or any((one < 0).any() for one in counts)
-    ):
+    unlike = any(len(seen[index]) != len(read[index]) for index in seen)
+    wild = any((counts < 0).any() or (counts > _MOST_COUNTED).any() for counts in (*seen.values(), *read.values()))
+    if not seen or len(seen) < len(entry["layers"]) or unlike or wild:
         raise ValueError("no counts of experts")
     tokens = entry["tokens"]
-    return ExpertUse(seen, read, [], (int(tokens["of_pictures"]), int(tokens["of_text"])))
+    return ExpertUse(seen, read, [], (_whole(tokens["of_pictures"]), _whole(tokens["of_text"])))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_COUNTED:
+        raise ValueError("not a number of tokens")
+    return value
 
 
 def _patches(folder: Path) -> list[bytes]:
-    """Returns the files of pictures with the experts of their patches, as many as there are in turn."""
+    """Returns the files of the first pictures with the experts of their patches, as many as there are in turn."""
     found = []
-    while (file := folder / PATCHES.format(len(found) + 1)).is_file():
+    for number in range(1, MOST_PICTURES + 1):
+        file = folder / PATCHES.format(number)
+        if not file.is_file():
+            break
         content = read_regular(file, max_bytes=_MAX_PNG_BYTES)
         if not content.startswith(_PNG):
             raise InputError(f"{file} is no PNG")

@@ -39,9 +39,11 @@ def graph_of(tensors: dict[str, np.ndarray], *, without: str = ""):
 
 
 @pytest.fixture(scope="module")
-def tensors():
-    tower = random_tower("dinov2", Shape(WIDTH, 1, 2 * WIDTH, 2, 4, SIDE))
-    return {name: value.numpy() for name, value in tower.state_dict().items()}
+def tensors(tmp_path_factory):
+    """Those of a file: models in memory have other names."""
+    folder = tmp_path_factory.mktemp("tower")
+    random_tower("dinov2", Shape(WIDTH, 1, 2 * WIDTH, 2, 4, SIDE)).save_pretrained(folder)
+    return safetensors.numpy.load_file(folder / "model.safetensors")
 
 
 def test_an_encoder_is_found_in_a_graph(tmp_path, tensors, capsys):
@@ -59,7 +61,13 @@ def test_an_encoder_is_found_in_a_graph(tmp_path, tensors, capsys):
 
 @pytest.mark.parametrize(
     ("without", "said"),
-    [("backbone.embeddings.cls_token", "no image encoder"), ("onnx::rest", "expected positions")],
+    [
+        ("backbone.embeddings.cls_token", "no image encoder"),
+        ("onnx::rest", "expected positions"),
+        ("backbone.encoder.layer.0.norm1.weight", "norm1.weight"),
+        ("backbone.encoder.layer.0.mlp.fc1.bias", "mlp.fc1.bias"),
+        ("backbone.embeddings.patch_embeddings.projection.weight", "projection.weight"),
+    ],
 )
 def test_a_graph_without_an_encoder_is_an_error(tmp_path, tensors, capsys, without, said):
     onnx.save(graph_of(tensors, without=without), tmp_path / "graph.onnx")
@@ -67,6 +75,17 @@ def test_a_graph_without_an_encoder_is_an_error(tmp_path, tensors, capsys, witho
         main([str(tmp_path / "graph.onnx"), str(tmp_path / "dinov2")])
     assert said in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["graph.onnx"]
+
+
+def test_numbers_that_are_none_and_tensors_elsewhere_are_errors(tmp_path, tensors):
+    wild = tensors | {"embeddings.cls_token": np.full((1, 1, WIDTH), np.nan, np.float32)}
+    onnx.save(graph_of(wild), tmp_path / "wild.onnx")
+    with pytest.raises(InputError, match="cls_token is not finite"):
+        write_encoder(tmp_path / "wild.onnx", tmp_path / "dinov2")
+    onnx.save(graph_of(tensors), tmp_path / "apart.onnx", save_as_external_data=True, size_threshold=0)
+    with pytest.raises(InputError, match="in other files"):
+        write_encoder(tmp_path / "apart.onnx", tmp_path / "dinov2")
+    assert not (tmp_path / "dinov2").exists()
 
 
 @pytest.mark.parametrize("content", [b"not a graph", None])

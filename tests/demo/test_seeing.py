@@ -94,17 +94,19 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, giv
     assert said in capsys.readouterr().err and not (tmp_path / "d").exists()
 
 
-@pytest.mark.parametrize("kind", ["language model", "empty folder"])
-def test_an_older_demo_is_kept_where_the_tower_is_none(tmp_path, tiny_checkpoint, monkeypatch, capsys, kind):
+@pytest.mark.parametrize("kind", ["language model", "empty folder", "too few layers"])
+def test_an_older_demo_is_kept_where_the_tower_does_not_do(tmp_path, tiny_checkpoint, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(seeing, "check_dense", lambda model: None)
     with open_folder(tmp_path / "d", {}, resume=False):
         (tmp_path / "d/page.html").write_text("precious")
     (tmp_path / "empty").mkdir()
+    if kind == "too few layers":
+        random_tower("dinov2", Shape(16, 2, 32, 1, 14, 4)).save_pretrained(tmp_path / "empty")
     tower = str(tiny_checkpoint) if kind == "language model" else "empty"
     assert main(["demo", "--dir", "d", "--model", str(tiny_checkpoint), "--tower", tower]) == 2
     said = capsys.readouterr()
-    assert tower in said.err and said.out == ""
+    assert ("1 layers" if kind == "too few layers" else tower) in said.err and said.out == ""
     assert (tmp_path / "d/page.html").read_text() == "precious"
 
 
@@ -128,7 +130,7 @@ def test_the_whole_demo_with_small_models(tmp_path, monkeypatch, capsys):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(byte_tokenizer(tmp_path / "tokenizer.json")), bos_token="<s>", eos_token="</s>"
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": [seeing.PLACEHOLDER]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [seeing.EYE["placeholder"]]})
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)

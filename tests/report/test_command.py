@@ -140,6 +140,11 @@ def test_a_run_that_has_just_begun(tmp_path: Path):
     assert "the recipe with every key" in out.read_text() and "<img" not in out.read_text()
 
 
+def test_a_name_is_no_formula(tmp_path: Path):
+    (tmp_path / "a.json").write_text('{"model": "a$b^$c", "layers": [{"layer": 0, "load": [0.5, 0.5]}]}')
+    assert cli.main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "page.html")]) == 0
+
+
 def test_a_path_given_twice_is_shown_once(subjects, tmp_path: Path):
     words = ["report", subjects["text"], subjects["text"], "--out", tmp_path / "page.html"]
     assert cli.main([str(word) for word in words]) == 0
@@ -170,6 +175,7 @@ def test_a_path_given_twice_is_shown_once(subjects, tmp_path: Path):
         ),
         ("a.json", '{"model": "m", "layers": []}', "a.json holds no layer"),
         ("a.json", '{"model": "m", "layers": [], "use": {"layers": [{"layer": 0}]}}', "use is {'layers'"),
+        ("a.json", '{"model": "m", "layers": [{"layer": Infinity, "load": [1]}]}', "entry 0 of layers"),
         ("run/metrics.jsonl", '{"loss": 1}\n', "run/metrics.jsonl: expected an object"),
         ("run/recipe.toml", b"\xff", "run/recipe.toml is not TOML"),
         ("empty/a.bin", "", "report can show"),
