@@ -24,10 +24,10 @@ from moe_jax.training.recipe_toml import toml_value
 from moe_jax.upcycling.attach_spec import AttachSpec
 from moe_jax.upcycling.attached_tower import seeing_config
 
-BEFORE, TUNED, SMALL, EXPORTED = "with an eye", "upcycled and tuned", "4 bits", "exported as LLaVA"
+BEFORE, TUNED, SMALL = "with an eye", "upcycled and tuned", "4 bits, as a LLaVA"
 # Pictures to learn from; those that are asked about come in kinds of questions by turns, so that the first five are one
 # of each kind.
-WORLD_SEED, LEARNT, UNSEEN, SHOWN = 1, 700, 30, 5
+WORLD_SEED, LEARNT, UNSEEN, SHOWN = 1, 500, 30, 5
 # Updates are what counts: a batch is one row, of so many tokens for so many pictures and what is said of them.
 STAGE_1, STAGE_3 = dict(seq_len=200, pictures=8, rate=3e-3), dict(seq_len=172, pictures=4, rate=3e-4)
 # So many are asked at once; the first of them compile.
@@ -134,8 +134,7 @@ def run_vision_demo(folder: Path, model: Path, tower: Path, *, projector: int, t
         with done.timed("export"):
             shell.make(exported, "export", small, exported)
         with done.timed("ask"):
-            models.append(_asked(shell, done, SMALL, small, questions, whole=tuned))
-            models.append(_asked(shell, done, EXPORTED, exported, questions))
+            models.append(_asked(shell, done, SMALL, exported, questions, numbers=tuned, stored=small))
 
         page = VisionPage(
             title=f"moe-jax demo: {model.name} sees",
@@ -224,11 +223,19 @@ def _written(value: object) -> str:
 
 
 def _asked(
-    shell: Shell, done: Steps, name: str, model: Path, questions: Questions, whole: Path | None = None
+    shell: Shell,
+    done: Steps,
+    name: str,
+    model: Path,
+    questions: Questions,
+    *,
+    numbers: Path | None = None,
+    stored: Path | None = None,
 ) -> SeeingModel:
     """Asks a model all questions, unless that was done before, and returns what it is and says.
 
-    `whole` is the same model with experts that are not in codes, whose numbers are counted.
+    The same model in two other forms may say how large it is: `numbers`, which has none in codes, how many it has, and
+    `stored` how many bytes these take.
     """
     command = ("generate", model, "--chat", "--prompts-file", questions.file, "--max-new-tokens", NEW_TOKENS, "--json")
 
@@ -240,14 +247,14 @@ def _asked(
         return {"said": said, "tokens_per_second": speeds}
 
     kept = done.kept(f"answers of {name}", ask, lambda kept: _are_answers(kept, len(questions.asked)))
-    source = open_source(model)
-    sizes = parameter_sizes((source if whole is None else open_source(whole)).config)
-    stored = {path: source.stored_bytes(path) for path in source.specs()}
+    source = open_source(stored or model)
+    sizes = parameter_sizes(open_source(numbers or model).config)
+    nbytes = {path: source.stored_bytes(path) for path in source.specs()}
     return SeeingModel(
         name=name,
         params=sum(sizes.values()),
-        nbytes=sum(stored.values()),
-        expert_bytes=sum(size for path, size in stored.items() if of_experts(path)) or None,
+        nbytes=sum(nbytes.values()),
+        expert_bytes=sum(size for path, size in nbytes.items() if of_experts(path)) or None,
         tokens_per_second=kept["tokens_per_second"],
         said=kept["said"],
         right=_by_kind(kept["said"], questions.asked),

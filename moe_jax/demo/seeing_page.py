@@ -70,7 +70,7 @@ class VisionPage(NamedTuple):
 
     Attributes:
       title: names the model.
-      models: in the order in which they were made; answers of the first and the last two are shown.
+      models: in the order in which they were made: before training, after it, and made smaller.
       questions: the first of those that were asked.
       stages: the records of each training, by its name.
       seconds: that every step took, by its title.
@@ -93,10 +93,10 @@ class VisionPage(NamedTuple):
     @property
     def summary(self) -> str:
         """A line about what was learnt, and about what was saved."""
-        before, tuned, small, _ = self.models
+        before, tuned, small = self.models
         return (
             f"right answers: {before.share:.0%} before training, {tuned.share:.0%} after it, {small.share:.0%} in "
-            f"{small.name}, with experts of {show_bytes(small.expert_bytes or 0)} instead of "
+            f"4 bits, with experts of {show_bytes(small.expert_bytes or 0)} instead of "
             f"{show_bytes(tuned.expert_bytes or 0)}; by chance {chance():.0%}"
         )
 
@@ -158,7 +158,7 @@ _CAPTION = "Bytes of the whole model and of its experts, and the share of right 
 
 def write_page(file: Path, page: VisionPage) -> None:
     """Writes the page as one HTML file, pictures included."""
-    before, tuned, small, _ = page.models
+    before, tuned, small = page.models
     shown = facts(
         {
             "right answers": f"{before.share:.0%} → {tuned.share:.0%} → {small.share:.0%}",
@@ -202,7 +202,11 @@ def write_page(file: Path, page: VisionPage) -> None:
         section(
             "Models",
             compared,
-            note(f"Asked about {count} pictures that no model has seen; a token is read or written, or a feature."),
+            note(
+                f"Asked about {count} pictures that no model has seen; a token is read or written, or a feature. The "
+                "last model was exported in the format of LLaVA and loaded again; its bytes are those before that, for "
+                "the format has whole experts only."
+            ),
             table("Right answers by kinds of questions", ("model", *CHANCE), [*by_kind, by_chance]),
             side_by_side(kinds, *curves),
         ),

@@ -36,7 +36,7 @@ def page_of(folder) -> VisionPage:
             said=["yes"] * number + ["<b>no</b>"] * (10 - number),
             right=dict.fromkeys(KINDS, (number // 2, 2)),
         )
-        for number, name in enumerate((seeing.BEFORE, seeing.TUNED, seeing.SMALL, seeing.EXPORTED))
+        for number, name in enumerate((seeing.BEFORE, seeing.TUNED, seeing.SMALL))
     ]
     records = [{"step": step, "loss": 3.0 / step} for step in (1, 2, 3)]
     stages = {"stage-1": records, "stage-3": records}
@@ -47,7 +47,7 @@ def test_the_page_shows_pictures_and_what_was_said_of_them(tmp_path):
     console = rich.console.Console(width=120, record=True)
     finish(console, tmp_path, page_of(tmp_path), model="m.gguf")
     written, printed = (tmp_path / "page.html").read_text(), console.export_text()
-    for cell in ("256,000,000", "1.0 GB", seeing.TUNED, seeing.EXPORTED, "Is it colour?", "321", "stage 1"):
+    for cell in ("256,000,000", "1.0 GB", seeing.TUNED, seeing.SMALL, "Is it colour?", "321", "stage 1"):
         assert cell in written and cell in printed, cell
     assert written.count("data:image/png;base64,") == 2 * seeing.SHOWN  # of a light page and of a dark one
     assert "&lt;b&gt;no&lt;/b&gt;" in written and "<b>no" not in written
@@ -141,10 +141,10 @@ def test_the_whole_demo_with_small_models(tmp_path, monkeypatch, capsys):
     steps = ("--projector-steps", "2", "--tuning-steps", "2")
     assert main(["demo", "--dir", "d", "--model", "model", "--tower", "tower", *steps]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("$ moe-jax generate") == 4 and "by chance 32%" in printed
+    assert printed.count("$ moe-jax generate") == 3 and "by chance 32%" in printed
     found = json.loads((tmp_path / "d" / RESULTS).read_text())
-    small, exported = found["models"][2:]
-    assert small["said"] == exported["said"] and small["expert_bytes"] < exported["expert_bytes"]
+    _, tuned, small = found["models"]
+    assert small["params"] == tuned["params"] and 0 < small["expert_bytes"] < small["nbytes"]
     assert (tmp_path / "d/page.html").read_text().count("data:image/png") == 2 * seeing.SHOWN
     assert main(["demo", "--dir", "d", "--model", "model", "--tower", "tower", *steps, "--resume"]) == 0
     assert "$ moe-jax generate" not in capsys.readouterr().out
