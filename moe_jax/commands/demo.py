@@ -13,7 +13,7 @@ from moe_jax.commands.options import check_model
 from moe_jax.core.errors import InputError, flag_of
 
 TUNING_STEPS, DENSE_STEPS, MORE_STEPS = 12, 180, 70
-PROJECTOR_STEPS, STAGE_3_STEPS = 110, 42
+PROJECTOR_STEPS, STAGE_3_STEPS = 120, 45
 # The option of the demo that has these steps, and whether that is given.
 _STEPS = {
     "tuning_steps": ("model", True),
@@ -46,9 +46,9 @@ class Options:
     """Goes on with the demo in that folder, which was stopped; the other options must be the same."""
     tuning_steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --model: steps of the tuning, each on 384 tokens (default 12); with --tower, of the third stage, each of
-    four pictures (default 42)."""
+    four pictures (default 45)."""
     projector_steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """With --tower: steps of the first stage, which trains the projector, each of eight pictures (default 110)."""
+    """With --tower: steps of the first stage, which trains the projector, each of eight pictures (default 120)."""
     dense_steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Without --model: training steps of the dense model (default 180)."""
     more_steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None

@@ -27,7 +27,7 @@ from moe_jax.upcycling.attached_tower import seeing_config
 BEFORE, TUNED, SMALL = "with an eye", "upcycled and tuned", "4 bits, as a LLaVA"
 # Pictures to learn from; those that are asked about come in kinds of questions by turns, so that the first five are one
 # of each kind.
-WORLD_SEED, LEARNT, UNSEEN, SHOWN = 1, 500, 30, 5
+WORLD_SEED, LEARNT, UNSEEN, SHOWN = 1, 700, 30, 5
 # Updates are what counts: a batch is one row, of so many tokens for so many pictures and what is said of them.
 STAGE_1, STAGE_3 = dict(seq_len=200, pictures=8, rate=3e-3), dict(seq_len=172, pictures=4, rate=3e-4)
 # So many are asked at once; the first of them compile.
