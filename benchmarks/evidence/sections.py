@@ -110,6 +110,13 @@ SECTIONS = (
         layouts.DEMO_MODELS,
         layouts.DEMO_STEPS,
     ),
+    _program(
+        "demo_vision",
+        "python benchmarks/demo.py MODEL --tower TOWER",
+        ("moe_jax/demo", "moe_jax/images", "moe_jax/generation", "moe_jax/compression", *_TRAINING),
+        layouts.DEMO_VISION_MODELS,
+        layouts.DEMO_STEPS,
+    ),
     _program("convert", "python benchmarks/convert.py", ("moe_jax/conversion", "moe_jax/commands"), layouts.CONVERT),
     _program(
         "shares",
