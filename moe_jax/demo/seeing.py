@@ -11,13 +11,13 @@ from moe_jax.api.model import Loading, Model
 from moe_jax.api.open_source import open_source
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.core.errors import InputError
-from moe_jax.demo.comparison import of_experts
+from moe_jax.demo.comparison import stored_bytes
 from moe_jax.demo.folder import Steps, check_folder, is_number, open_folder
 from moe_jax.demo.page import training_records
 from moe_jax.demo.real import check_dense
 from moe_jax.demo.seeing_page import Asked, SeeingModel, VisionPage, finish
 from moe_jax.demo.shell import Shell
-from moe_jax.demo.small_world import write_world
+from moe_jax.demo.small_world import TEMPLATES, write_world
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.peft.trained import parameter_sizes
 from moe_jax.training.recipe_toml import toml_value
@@ -36,14 +36,6 @@ NEW_TOKENS = 6
 EYE: dict[str, Any] = {"size": 56, "features": "8", "projector": "linear,gelu,linear", "placeholder": "<filename>"}
 UPCYCLED = "--experts 4 --top-k 2 --every 2 --delta low-rank:16"
 COMPRESSED = "--method quantize --bits 4"
-# A picture and its caption; and questions and answers one after another, each on a line. Before all is BOS: SmolLM2
-# attends to the first token of a text whatever it is, and a picture in its place is hardly seen.
-_ANSWER = "{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
-TEMPLATES = {
-    "captions": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<image>' }}{% else %}" + _ANSWER,
-    "questions": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "{{ m.content if loop.first else '\\n' + m.content }}{% else %}" + _ANSWER,
-}
 # The first linear map of the projector is made from pictures, and stays as it is.
 RECIPE = """\
 # Run from the folder in which `moe-jax demo` was started: paths are relative to it.
@@ -203,7 +195,7 @@ def _write_recipes(folder: Path, *, projector_steps: int, tuning_steps: int) -> 
         "stage-3": dict(
             model=folder / "moe",
             data=folder / "world/train.jsonl",
-            template=folder / "questions.jinja",
+            template=folder / "train.jinja",
             trained=["layers/.*/mlp/.*", "vision/projector/.*"],
             steps=tuning_steps,
             **STAGE_3,
@@ -241,20 +233,18 @@ def _asked(
 
     def ask() -> dict[str, object]:
         shell.show("moe-jax", *command)
-        said, speeds = _answers(model, questions)
+        said, speed = _answers(model, questions)
         right = sum(text == one.answer for text, one in zip(said, questions.asked, strict=True))
         shell.console.print(f"{right} of {len(said)} right", highlight=False)
-        return {"said": said, "tokens_per_second": speeds}
+        return {"said": said, "tokens_per_second": speed}
 
     kept = done.kept(f"answers of {name}", ask, lambda kept: _are_answers(kept, len(questions.asked)))
-    source = open_source(stored or model)
-    sizes = parameter_sizes(open_source(numbers or model).config)
-    nbytes = {path: source.stored_bytes(path) for path in source.specs()}
+    nbytes, of_experts = stored_bytes(stored or model)
     return SeeingModel(
         name=name,
-        params=sum(sizes.values()),
-        nbytes=sum(nbytes.values()),
-        expert_bytes=sum(size for path, size in nbytes.items() if of_experts(path)) or None,
+        params=sum(parameter_sizes(open_source(numbers or model).config).values()),
+        nbytes=nbytes,
+        expert_bytes=of_experts,
         tokens_per_second=kept["tokens_per_second"],
         said=kept["said"],
         right=_by_kind(kept["said"], questions.asked),

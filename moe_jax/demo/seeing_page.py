@@ -10,14 +10,14 @@ import numpy as np
 import rich.box
 import rich.console
 import rich.table
-from rich.markup import escape
 
 import moe_jax
-from moe_jax.core.formatting import show_bytes, show_duration
-from moe_jax.demo.comparison import RESULTS, times_of
+from moe_jax.core.formatting import show_bytes
+from moe_jax.demo.comparison import RESULTS, console_table, times_of
+from moe_jax.demo.page import picture_of_loss, print_answers, print_places, section_of_times
 from moe_jax.demo.questions import Answers
 from moe_jax.demo.small_world import CHANCE
-from moe_jax.figures.plots import Curve, DrawnTo, ink, new_figure, plot_curves
+from moe_jax.figures.plots import DrawnTo, ink, new_figure
 from moe_jax.report.elements import answers, facts, html_page, note, photograph, picture, section, side_by_side, table
 from moe_jax.training.metrics import Record
 
@@ -130,25 +130,15 @@ def finish(console: rich.console.Console, folder: Path, page: VisionPage, **abou
     (folder / RESULTS).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     write_page(folder / "page.html", page)
     print_page(console, page)
-    took = show_duration(sum(page.seconds.values()))
-    console.print(f"this page: {folder / 'page.html'}   everything: {folder}/   {took}", highlight=False, markup=False)
+    print_places(console, folder, page.seconds)
 
 
 def print_page(console: rich.console.Console, page: VisionPage) -> None:
     """Prints answers, table and times."""
     console.rule("what each model says about pictures that it has never seen")
-    for asked, answer in zip(page.questions, page.answers, strict=True):
-        console.print(f"\n[bold]{escape(asked.question)}[/bold]  {escape(str(asked.picture))}", highlight=False)
-        width = max(map(len, answer.by_model))
-        for name, text in answer.by_model.items():
-            console.print(f"  {name:>{width}}: {escape(' '.join(text.split()))}", highlight=False)
-    console.print()
-    columns = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        columns.add_column(name, justify="left" if name == COLUMNS[0] else "right")
-    for row in (*map(cells, page.models), _BY_CHANCE):
-        columns.add_row(*row)
-    console.print(columns)
+    named = zip(page.questions, page.answers, strict=True)
+    print_answers(console, [answer._replace(question=f"{one.question}  {one.picture}") for one, answer in named])
+    console.print(console_table(COLUMNS, [*map(cells, page.models), _BY_CHANCE]))
     console.print(page.summary, highlight=False)
     console.print(times_of(page.seconds), highlight=False)
 
@@ -175,17 +165,7 @@ def write_page(file: Path, page: VisionPage) -> None:
         )
         for one, answer in zip(page.questions, page.answers, strict=True)
     ]
-    losses = {
-        name: f"from {records[0]['loss']:.2f} at step {records[0]['step']} to {records[-1]['loss']:.2f} at step "
-        f"{records[-1]['step']}"
-        for name, records in page.stages.items()
-    }
-    curves = [
-        picture(
-            lambda drawn, name=name: _plot_loss(drawn, page.stages[name]), f"loss {loss}", f"Loss of {name}, {loss}"
-        )
-        for name, loss in losses.items()
-    ]
+    curves = [picture_of_loss(one, f"Training loss of {name}", unit="token") for name, one in page.stages.items()]
     shares = "; ".join(f"{model.name}: {model.share:.0%}" for model in page.models)
     kinds = picture(lambda drawn: plot_kinds(drawn, page.models), shares, "Right answers by kinds; a line is chance")
     compared = table(_CAPTION, COLUMNS, [*map(cells, page.models), _BY_CHANCE])
@@ -193,7 +173,6 @@ def write_page(file: Path, page: VisionPage) -> None:
         (model.name, *(f"{model.right[kind][0]} of {model.right[kind][1]}" for kind in CHANCE)) for model in page.models
     ]
     by_chance = ("by chance", *(f"{share:.0%}" for share in CHANCE.values()))
-    took = [(title, show_duration(seconds)) for title, seconds in page.seconds.items()]
     count = sum(count for _, count in before.right.values())
     made = html_page(
         page.title,
@@ -210,7 +189,7 @@ def write_page(file: Path, page: VisionPage) -> None:
             table("Right answers by kinds of questions", ("model", *CHANCE), [*by_kind, by_chance]),
             side_by_side(kinds, *curves),
         ),
-        section("How long it took", table("Every step", ("step", "minutes"), took)),
+        section_of_times(page.seconds),
         subtitle=f"{page.summary}.",
     )
     file.write_text(made, encoding="utf-8")
@@ -230,8 +209,3 @@ def plot_kinds(file: DrawnTo, models: Sequence[SeeingModel]) -> None:
     axes.tick_params(length=0)
     axes.legend(fontsize=8, framealpha=0.8, ncols=2)
     figure.savefig(file, dpi=130)
-
-
-def _plot_loss(file: DrawnTo, records: Sequence[Record]) -> None:
-    curve = Curve("loss", [record["step"] for record in records], [record["loss"] for record in records])
-    plot_curves([curve], file, label="training loss, nats per token")

@@ -47,6 +47,15 @@ CHANCE = {
 """Kinds of questions, and the share of right answers of one who does not see: all answers are equally frequent, and
 questions of the last two kinds name two."""
 DESCRIBE = "Describe the picture."
+_ANSWER = "{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+TEMPLATES = {
+    "captions": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<image>' }}{% else %}" + _ANSWER,
+    "train": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ m.content if loop.first else '\\n' + m.content }}{% else %}" + _ANSWER,
+}
+"""Chat templates that cost few tokens, by the name of the file: a picture and its caption; and questions and answers
+one after another, each on a line. Before all is BOS: language models attend to the first token of a text whatever it
+is, and a picture in its place is hardly seen."""
 MAX_PICTURES = 1_000_000
 
 _ACROSS, _DOWN = ("left", "right"), ("top", "bottom")

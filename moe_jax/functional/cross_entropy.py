@@ -208,7 +208,7 @@ def _losses(
             right_rows = teacher.x.reshape(-1, teacher.x.shape[-1])
         flat = (rows, right_rows, targets.reshape(-1), None if cotangents is None else cotangents.reshape(-1))
 
-        def over_chunks(flat: Any) -> _Losses:
+        def of_tokens(flat: Any) -> _Losses:
             rows, _, aims, _ = flat
 
             def add_chunk(sums: _Losses, start: Array | int, size: int) -> _Losses:
@@ -250,7 +250,7 @@ def _losses(
         sizes: list[int] = []
         if cotangents is not None and not needs_all:
             sizes = chunks.smaller_sizes(options, targets.size, rows.shape[-1], kernel.size // rows.shape[-1])
-        found = over_chunks(flat) if not sizes else _of_scored(over_chunks, flat, sizes)
+        found = of_tokens(flat) if not sizes else _of_scored(of_tokens, flat, sizes)
         losses, divergences = jax.tree.map(lambda one: one.reshape(targets.shape), (found.losses, found.divergences))
         return _Losses(losses, divergences, chunks.gradients_of_all_devices(options, found.gradients, x.shape))
 
@@ -262,13 +262,13 @@ def _losses(
     return chunks.over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents, teacher)
 
 
-def _of_scored(over_chunks: Callable[[Any], _Losses], flat: Any, sizes: Sequence[int]) -> _Losses:
-    """Returns `over_chunks(flat)`, computed for the scored tokens alone where these fit into one of the sizes.
+def _of_scored(of_tokens: Callable[[Any], _Losses], flat: Any, sizes: Sequence[int]) -> _Losses:
+    """Returns `of_tokens(flat)`, computed for the scored tokens alone where these fit into one of the sizes.
 
     In training on answers most tokens are not scored: their logits, and their part in the gradients, are left out.
 
     Args:
-      over_chunks: returns losses and gradients of some tokens.
+      of_tokens: returns losses and gradients of some tokens.
       flat: arrays with an entry for every token, of which the last one has the weights.
       sizes: numbers of tokens, least first.
     """
@@ -282,13 +282,13 @@ def _of_scored(over_chunks: Callable[[Any], _Losses], flat: Any, sizes: Sequence
             whole = jnp.zeros((is_scored.size, *some.shape[1:]), some.dtype)
             return whole.at[chosen].set(some, unique_indices=True)
 
-        found = over_chunks(jax.tree.map(lambda array: array[chosen], flat))
+        found = of_tokens(jax.tree.map(lambda array: array[chosen], flat))
         losses, divergences, of_x = jax.tree.map(placed, (found.losses, found.divergences, found.gradients.x))
         return _Losses(losses, divergences, found.gradients._replace(x=of_x))
 
     total = jnp.sum(is_scored, dtype=jnp.int32)
     first_that_fits = jnp.sum(total > jnp.array(sizes, jnp.int32), dtype=jnp.int32)
-    return lax.switch(first_that_fits, [*(partial(among, size) for size in sizes), over_chunks], flat)
+    return lax.switch(first_that_fits, [*(partial(among, size) for size in sizes), of_tokens], flat)
 
 
 def _divergence(

@@ -97,11 +97,14 @@ def test_a_file_that_is_no_graph_is_an_error(tmp_path, capsys, content):
     assert str(tmp_path / "graph.onnx") in capsys.readouterr().err
 
 
-def test_without_the_package_it_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "onnx", None)
+@pytest.mark.parametrize("absent", ["onnx", "safetensors.numpy"])
+def test_a_package_that_is_absent_is_named(tmp_path, tensors, monkeypatch, capsys, absent):
+    onnx.save(graph_of(tensors), tmp_path / "graph.onnx")
+    monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "graph.onnx"), str(tmp_path / "dinov2")])
-    assert "pip install onnx" in capsys.readouterr().err
+    assert f"pip install {absent.partition('.')[0]}" in capsys.readouterr().err
+    assert not (tmp_path / "dinov2").exists()
 
 
 def test_nothing_is_written_over(tmp_path, tensors):

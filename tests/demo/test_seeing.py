@@ -51,7 +51,7 @@ def test_the_page_shows_pictures_and_what_was_said_of_them(tmp_path):
         assert cell in written and cell in printed, cell
     assert written.count("data:image/png;base64,") == 2 * seeing.SHOWN  # of a light page and of a dark one
     assert "&lt;b&gt;no&lt;/b&gt;" in written and "<b>no" not in written
-    assert "from 3.00 at step 1 to 1.00 at step 3" in written and "1 of 2" in written
+    assert "from 3.000 at step 1 to 1.000 at step 3" in written and "1 of 2" in written
     found = json.loads((tmp_path / RESULTS).read_text())
     assert found["model"] == "m.gguf" and [one["name"] for one in found["models"]][1] == seeing.TUNED
 
@@ -62,7 +62,7 @@ def test_recipes_of_a_folder_with_any_name(tmp_path):
     seeing._write_recipes(folder, projector_steps=7, tuning_steps=3)
     first, third = (load_recipe(folder / f"{name}.toml") for name in ("stage-1", "stage-3"))
     assert (first.run_dir, first.model.path, first.train.steps) == (f"{folder}/runs/stage-1", f"{folder}/seeing", 7)
-    assert (third.model.path, third.data.chat_template) == (f"{folder}/moe", f"{folder}/questions.jinja")
+    assert (third.model.path, third.data.chat_template) == (f"{folder}/moe", f"{folder}/train.jinja")
     assert third.train.steps == 3 and first.data.max_pictures == 8
 
 
