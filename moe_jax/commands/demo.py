@@ -37,7 +37,8 @@ class Options:
     """A dense language model with a chat template, such as SmolLM2-135M-Instruct, which `make demo` fetches. By
     default the quick demo."""
     tower: Annotated[Path | None, tyro.conf.arg(metavar="DIR|ORG/NAME")] = None
-    """With --model: an image encoder, such as DINOv2-S, which `make demo-vision` fetches."""
+    """With --model: an image encoder, such as DINOv2-S, which `make demo-vision` fetches; the model learns to see
+    (default: it stays a model of text)."""
     quick: bool = False
     """The demo on a small model, which needs no other one."""
     dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("moe-jax-demo")
