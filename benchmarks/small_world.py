@@ -9,6 +9,9 @@ routers) and the projector on more questions, of the dense model and of MoEs mad
 same 200 questions, greedily, and again with the pictures shuffled among the questions: what is then right is chance.
 What the experts of the vanilla MoE have learnt is made smaller as DeRS does.
 
+Before that, the rate of stage 3 is chosen for every kind of model: on another world with another seed, half a decade at
+a time, until the lowest loss of unseen answers lies inside the rates that were tried.
+
 FOLDER keeps the models of a seed until they are measured (5 GB); a run that was stopped goes on there, and the minutes
 of what was stopped are then not written down. OUT receives `small_world.json`.
 """
@@ -21,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,9 +64,12 @@ class Stage(NamedTuple):
 
 STAGES = {
     "stage 1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 3e-3, 3e-3, 150, 1, 200, 8),
-    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 2e-4, 6e-4, 150, 2, 172, 4),
-    "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 24, 2, 172, 4),
+    "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 2e-4, 6e-4, 180, 2, 172, 4),
+    "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 30, 2, 172, 4),
 }
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+"""Of stage 3, those that may be tried, from `FIRST` on."""
+FIRST = slice(1, 4)
 KINDS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     VANILLA: {"delta": "full"},
@@ -90,8 +96,8 @@ class Questions:
         )
 
 
-def trained(model: Path, stage: Stage, trial: "Trial", run: Path) -> Path:
-    """Trains a model by a recipe; returns where the trained one is."""
+def trained(model: Path, stage: Stage, trial: "Trial", run: Path, *, scored: bool = False) -> Path:
+    """Trains a model by a recipe; returns where the trained one is. If `scored`, the unseen answers are at the end."""
     with_projector = [{"match": [PROJECTOR], "learning_rate": stage.projector_rate}]
     recipe = {
         "run_dir": str(run),
@@ -111,6 +117,8 @@ def trained(model: Path, stage: Stage, trial: "Trial", run: Path) -> Path:
         "checkpoint": {"every": stage.steps},
         "log": {"every": 5},
     }
+    if scored:
+        recipe["eval"] = {"text": str(trial.world / "test.jsonl"), "every": stage.steps}
     moe_jax.train(recipe, resume=True, verbose=True)
     return run / "model"
 
@@ -124,31 +132,44 @@ class Trial:
         for name, template in TEMPLATES.items():
             (work / f"{name}.jinja").write_text(template)
 
-    def made(self, name: str) -> moe_jax.Model:
-        """A model, which is trained, or made smaller, unless the folder has it."""
+    def made(self, name: str, rates: Mapping[str, float]) -> moe_jax.Model:
+        """A model, which is trained, or made smaller, unless the folder has it; `rates` are those of stage 3."""
         if name in SMALLER:
-            return moe_jax.compress(self.made(VANILLA), base=self.made("stage 2"), **SMALLER[name])
-        return moe_jax.load(self.path_of(name))
+            return moe_jax.compress(self.made(VANILLA, rates), base=moe_jax.load(self.stage(2)), **SMALLER[name])
+        return moe_jax.load(self.kind(name, rates[name]))
 
-    def path_of(self, name: str) -> Path:
-        """Where a trained model is."""
-        run = self.folder / name.replace(" ", "-")
+    def stage(self, number: int) -> Path:
+        """Where the model is that stage 1 or 2 has trained."""
+        run, begins = self.folder / f"stage-{number}", self.folder / f"begins-stage-{number}"
         if (run / "model").exists():
             return run / "model"
-        begins = self.folder / f"begins-{run.name}"
-        if name == "stage 1" and not begins.exists():
+        if number == 2:
+            begins = self.stage(1)
+        elif not begins.exists():
             language_model, tower = self.parts
             pictures = self.world / "train"
             moe_jax.attach(language_model, begins, tower=tower, seed=self.seed, pictures=pictures, **EYE)
-        elif name == "stage 2":
-            begins = self.path_of("stage 1")
-        elif name in KINDS:
-            options = KINDS[name]
-            if options is None:
-                begins = self.path_of("stage 2")
-            elif not begins.exists():
-                moe_jax.upcycle(self.path_of("stage 2"), begins, **MOE, **options)
-        return trained(begins, STAGES.get(name, STAGES["stage 3"]), self, run)
+        return trained(begins, STAGES[f"stage {number}"], self, run)
+
+    def kind(self, name: str, rate: float, *, scored: bool = False) -> Path:
+        """Where the model of a kind is that stage 3 has trained with a rate."""
+        run = self.folder / f"{name.replace(' ', '-')}-{rate:g}"
+        if (run / "model").exists():
+            return run / "model"
+        begins, options = self.folder / f"begins-{name.replace(' ', '-')}", KINDS[name]
+        if options is None:
+            begins = self.stage(2)
+        elif not begins.exists():
+            moe_jax.upcycle(self.stage(2), begins, **MOE, **options)
+        stage = STAGES["stage 3"]._replace(rate=rate, projector_rate=rate)
+        return trained(begins, stage, self, run, scored=scored)
+
+    def loss(self, name: str, rate: float) -> float:
+        """Nats per token of the unseen answers that a kind loses when it was trained with a rate; it is not kept."""
+        run = self.kind(name, rate, scored=True).parent
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+        shutil.rmtree(run)
+        return [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
 
     def forget(self) -> None:
         """Removes what is kept."""
@@ -184,17 +205,36 @@ def made_models(data: Path, work: Path) -> tuple[Path, Path]:
     return found[0], found[1]
 
 
-def measure(trial: Trial, results: SmallWorldFile) -> None:
-    """Trains and asks all models of a seed that are not in the results yet."""
+def choose_rates(trial: Trial, results: SmallWorldFile) -> dict[str, float]:
+    """Returns the best rate of every kind, after trying those that are not in the results yet."""
+    chosen = {}
+    for kind in KINDS:
+        waiting = list(RATES[FIRST])
+        while waiting:
+            rate = waiting.pop()
+            if results.get("rates", kind, f"{rate:g}") is None:
+                results.put("rates", kind, f"{rate:g}", value=trial.loss(kind, rate))
+            losses = {float(tried): loss for tried, loss in results.get("rates", kind).items()}
+            best = min(losses, key=losses.__getitem__)
+            if not waiting:
+                place = RATES.index(best)
+                waiting = [one for one in RATES[max(0, place - 1) : place + 2] if one not in losses]
+        chosen[kind] = best
+    trial.forget()
+    return chosen
+
+
+def measure(trial: Trial, rates: Mapping[str, float], results: SmallWorldFile) -> None:
+    """Trains and asks all models of a seed that are not in the results yet; `rates` are those of stage 3."""
     minutes: dict[str, float] = {}
     is_whole = not trial.folder.exists()
     missing = [name for name in (*KINDS, *SMALLER) if results.get("answers", name, str(trial.seed)) is None]
     for name in ("stage 1", "stage 2", *missing) if missing else ():
         start = time.monotonic()
         if name in STAGES:
-            trial.path_of(name)
+            trial.stage(int(name[-1]))
         else:
-            model = trial.made(name)
+            model = trial.made(name, rates)
             right = {"seen": trial.right(model)}
             if name in KINDS:
                 right["shuffled"] = trial.right(model, shuffled=True)
@@ -219,16 +259,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work = options.work or Path(name)
         work.mkdir(parents=True, exist_ok=True)
         parts = made_models(options.data, work)
-        world = work / "world"
-        if not world.exists():
-            write_world(world, seed=WORLD, train=PICTURES, test=ASKED)
+        rates = choose_rates(Trial(work, drawn(work, CHOOSING), *parts, CHOOSING), results)
         for seed in options.seeds:
-            measure(Trial(work, world, *parts, seed), results)
+            measure(Trial(work, drawn(work, WORLD), *parts, seed), rates, results)
     print(*tables(results).values(), sep="\n\n")
 
 
-# Rates and steps were chosen on another world, of seed 0.
-WORLD = 1
+def drawn(work: Path, seed: int) -> Path:
+    """The small world of a seed, which is drawn unless the folder has it."""
+    world = work / f"world-{seed}"
+    if not world.exists():
+        write_world(world, seed=seed, train=PICTURES, test=ASKED)
+    return world
+
+
+# Steps and the rates of the first two stages were chosen on a third world, of seed 0.
+WORLD, CHOOSING = 1, 9
 
 
 if __name__ == "__main__":

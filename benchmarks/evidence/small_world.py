@@ -41,9 +41,10 @@ CLAIMS = (
 
 class SmallWorldFile(ResultsFile):
     """`OUT/small_world.json`: by model and seed, of every question whether it was answered right, as 0 and 1; kinds of
-    questions take turns, in the order of `CHANCE`. And the minutes that a seed's models took."""
+    questions take turns, in the order of `CHANCE`. The minutes that a seed's models took. And `rates`: by kind and
+    learning rate of stage 3, nats per token of unseen answers of another world."""
 
-    names_at: ClassVar[dict[str, int]] = {"answers": 1}
+    names_at: ClassVar[dict[str, int]] = {"answers": 1, "rates": 1}
 
     def __init__(self, file: Path, *, writes: bool = False):
         """Opens the file; one that is not there yet is made if the program `writes`."""
@@ -66,7 +67,12 @@ class SmallWorldFile(ResultsFile):
 
 def tables(results: SmallWorldFile) -> dict[str, str]:
     """The tables, by names of their blocks."""
-    return {"answers": _answers(results), "claims": _claims(results), "minutes": _minutes(results)}
+    return {
+        "answers": _answers(results),
+        "claims": _claims(results),
+        "minutes": _minutes(results),
+        "rates": _rates(results),
+    }
 
 
 def _answers(results: SmallWorldFile) -> str:
@@ -133,3 +139,14 @@ def _minutes(results: SmallWorldFile) -> str:
         for seed, minutes in found.items()
     ]
     return markdown(("seed", *names, "all, minutes"), rows)
+
+
+def _rates(results: SmallWorldFile) -> str:
+    found = results.get("rates") or {}
+    tried = sorted({rate for losses in found.values() for rate in losses}, key=float)
+    rows = []
+    for kind, losses in found.items():
+        best = min(losses, key=losses.__getitem__)
+        shown = {rate: f"**{loss:.4f}**" if rate == best else f"{loss:.4f}" for rate, loss in losses.items()}
+        rows.append([kind, *(shown.get(rate, "") for rate in tried)])
+    return markdown(("rate of stage 3", *tried), rows)
