@@ -67,7 +67,7 @@ STAGES = {
     "stage 2": Stage("train", {"freeze": (TOWER, WHITENS)}, 2e-4, 6e-4, 180, 2, 172, 4),
     "stage 3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 30, 2, 172, 4),
 }
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 """Of stage 3, those that may be tried, from `FIRST` on."""
 FIRST = slice(1, 4)
 KINDS: dict[str, dict[str, Any] | None] = {
