@@ -73,7 +73,9 @@ def match_weights(
     expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
     problems += _shape_problems(tensors, expected, described_by)
     if not problems:  # a leaf that is stacked from several dtypes could not hold them bit for bit
-        dtypes = {leaf: {tensors[piece.tensor].dtype for piece in pieces} for leaf, pieces in mapped.pieces.items()}
+        entries = {leaf: [tensors[piece.tensor] for piece in pieces] for leaf, pieces in mapped.pieces.items()}
+        whole = {leaf: found for leaf, found in entries.items() if all(entry.coded is None for entry in found)}
+        dtypes = {leaf: {entry.dtype for entry in found} for leaf, found in whole.items()}
         mixed = {leaf: ", ".join(sorted(found)) for leaf, found in dtypes.items() if len(found) > 1}
         problems = [f"{leaf} would be stacked from tensors of dtypes {found}" for leaf, found in mixed.items()]
     raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
@@ -137,7 +139,10 @@ class CheckpointSource(abc.ABC):
         first = pieces[0]
         shape = first.shape[::-1] if first.transpose else first.shape
         shape = shape if first.expert is None else (len(pieces), *shape)
-        return jax.ShapeDtypeStruct(shape, DTYPES[self.weights.tensors[first.tensor].dtype])
+        entries = [self.weights.tensors[piece.tensor] for piece in pieces]
+        # Of experts that are in codes but for some, the codes are the ones that need float32.
+        entry = next((entry for entry in entries if entry.coded is not None), entries[0])
+        return jax.ShapeDtypeStruct(shape, DTYPES[entry.dtype])
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads one leaf, and no bytes but its own; casts to `dtype` while reading.
@@ -172,10 +177,10 @@ class CheckpointSource(abc.ABC):
         return sum(self.weights.tensors[piece.tensor].stored_bytes(math.prod(piece.shape)) for piece in pieces)
 
     def _chunks(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
-        """Yields the runs of rows in which a leaf is read. A tensor that is not row-major is read whole."""
+        """Yields the runs of rows in which a leaf is read. A tensor that is not stored by rows is read whole."""
         for piece in pieces:
             entry = self.weights.tensors[piece.tensor]
-            if entry.strides is None:
+            if entry.strides is None and (entry.coded is None or entry.coded.codes.is_by_rows):
                 for start, stop in row_chunks(piece.shape, DTYPES[entry.dtype].itemsize):
                     yield piece, start, stop
             else:
@@ -185,8 +190,8 @@ class CheckpointSource(abc.ABC):
         """Copies rows `start:stop` of a piece into the leaf."""
         target = out if piece.expert is None else out[piece.expert]
         entry = self.weights.tensors[piece.tensor]
-        is_as_stored = target.dtype == DTYPES[entry.dtype] and entry.strides is None and entry.interleaved is None
-        if not piece.transpose and is_as_stored:
+        in_order = entry.strides is None and entry.interleaved is None and entry.coded is None
+        if not piece.transpose and in_order and target.dtype == DTYPES[entry.dtype]:
             self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
             return
         rows = cast(piece.leaf, self._rows(entry, piece, start, stop), target.dtype)
@@ -200,6 +205,11 @@ class CheckpointSource(abc.ABC):
         if entry.strides is not None:
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
             return whole[piece.offset :][start * row : stop * row].reshape(stop - start, *piece.shape[1:])
+        if entry.coded is not None:
+            width = entry.shape[-1]
+            first = piece.offset // width
+            rows = self._files.rows(entry, first + start * row // width, first + stop * row // width)
+            return rows.reshape(stop - start, *piece.shape[1:])
         order: Any = slice(None)
         if entry.interleaved is not None:
             # Of the stored rows of a head, first the even ones, then the odd ones.

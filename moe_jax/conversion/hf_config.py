@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
+from moe_jax.conversion.formats import format_of, without_format
 from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
 from moe_jax.conversion.vision_formats.vision_format import Parts
 from moe_jax.core.errors import InputError, raise_if_any, shown
@@ -35,13 +36,11 @@ def read_hf_config(
         there is none, and pictures are processed as is usual for the tower.
 
     Raises:
-      InputError: unknown family; missing, ill-typed or contradicting values; or unknown keys, which may change what the
+      InputError: unknown family, or format of quantised numbers; missing, ill-typed or contradicting values; or unknown keys, which may change what the
         model computes, unless they are `ignored`.
     """
-    if data.get("quantization_config") is not None:
-        raise InputError(
-            "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
-        )
+    format_of(data)  # one that is unknown is found before anything else is asked
+    data = without_format(data)
     name = _family_name(data)
     known = [*ignored, *(MODEL_TYPES[name].harmless if name in MODEL_TYPES else ())]
     parts = Parts(lambda key: _read_part(data, key, known), lambda *given: _processing(processing, *given))
