@@ -82,6 +82,10 @@ def convert(
         return
     else:
         source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys, elsewhere=elsewhere)
+    codes = {name: entry.coded.kind for name, entry in source.weights.tensors.items() if entry.coded is not None}
+    if codes:
+        for line in _about_codes(source, codes, dtype):
+            console.print(line, markup=False, soft_wrap=True)
     target = DTYPES_BY_NAME[dtype] if dtype else None
     specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in source.specs().items()}
     for why, count in Counter(source.weights.ignored.values()).items():
@@ -90,7 +94,7 @@ def convert(
         console.print(f"note: {source.config.vision.family}: {note}")
     if dry_run:
         shapes = {name: entry.shape for name, entry in source.weights.tensors.items()}
-        print_mapping(Mapped(shapes, source.weights.pieces), specs, source.specs(), console)
+        print_mapping(Mapped(shapes, source.weights.pieces), specs, source.specs(), console, codes=codes)
         return
 
     config = replace(source.config, dtype=dtype) if dtype else source.config
@@ -127,6 +131,21 @@ def convert(
         console.print(f"note: {zero_experts_line(zero.by_layer)}", markup=False, soft_wrap=True)
     where = f"wrote {dst}" if isinstance(dst, Path) else f"read {src}"
     console.print(f"{where}: {progress.summary()}", markup=False)
+
+
+def _about_codes(source: CheckpointSource, codes: Mapping[str, str], dtype: str | None) -> Iterator[str]:
+    """Yields lines about a quantised checkpoint: what it becomes, and experts that are whole beside others in codes."""
+    kinds = ", ".join(f"{count:,} in {kind}" for kind, count in Counter(codes.values()).items())
+    whole = len(source.weights.tensors) - len(codes)
+    yield f"quantised tensors become {dtype or 'float32'}: {kinds}; {whole:,} tensors are not in codes"
+    partly = []
+    for path, pieces in source.weights.pieces.items():
+        names = [piece.tensor for piece in pieces if piece.tensor not in codes]
+        if 0 < len(names) < len(pieces):
+            partly.append(f"{len(names)} of {len(pieces)} experts of {path}, such as {names[0]}")
+    if partly:
+        more = f", and some of {len(partly) - 1} others" if len(partly) > 1 else ""
+        yield f"note: not in codes: {partly[0]}{more}"
 
 
 def _elsewhere(spec: ConvertSpec, *, weights: bool) -> Elsewhere:

@@ -81,10 +81,11 @@ class CodedRows(abc.ABC):
 
 
 class StoredRows(NamedTuple):
-    """A tensor in codes: how it is decoded, and the bytes that all of it takes in its files."""
+    """A tensor in codes: how it is decoded, the bytes that all of it takes in its files, and a word for its codes."""
 
     codes: CodedRows
     nbytes: int
+    kind: str
 
 
 class TensorEntry(NamedTuple):

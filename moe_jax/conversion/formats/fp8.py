@@ -74,9 +74,6 @@ class FP8(QuantizedFormat):
     def read(cls, keys: QuantizationKeys) -> "FP8":
         return cls(block=keys.block_size("weight_block_size"))
 
-    def describe(self) -> str:
-        return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
-
     def matrices(self, tensors: Mapping[str, TensorEntry]) -> Iterator[CodedMatrix]:
         for name, entry in tensors.items():
             if entry.dtype in FP8_DTYPES:
@@ -100,7 +97,7 @@ def fp8_matrix(matrix: CodedMatrix, block: tuple[int, int] | None, *dtypes: str)
     grid = grid_shape(shape, block)
     scales_name = f"{name}_scale_inv" if matrix.has(f"{name}_scale_inv") else f"{name}_scale"
     scales = matrix.take(scales_name, *_SCALES, shape=[grid] if block[0] > 1 else [grid, (), (1,)])
-    return matrix.made(shape, FP8Rows(name=scales_name, numbers=numbers, scales=scales, block=block))
+    return matrix.made(shape, FP8Rows(name=scales_name, numbers=numbers, scales=scales, block=block), "fp8")
 
 
 @functools.cache

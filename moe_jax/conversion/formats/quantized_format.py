@@ -49,10 +49,6 @@ class QuantizedFormat(abc.ABC):
           InputError: if a tensor is missing, or has a shape or a dtype that does not fit.
         """
 
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Returns the format in a few words, such as `fp8 in blocks of 128 x 128`."""
-
     def folded(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Returns tensors in which one stands in place of all those of a matrix in codes.
 
@@ -107,12 +103,12 @@ class CodedMatrix:
         """Returns one of its tensors as `take` does; None if it is missing."""
         return self.take(name, *dtypes, shape=shape) if name in self._tensors else None
 
-    def made(self, shape: tuple[int, ...], codes: CodedRows) -> Self:
-        """Completes the matrix: it has a `shape`, and is decoded by `codes`."""
+    def made(self, shape: tuple[int, ...], codes: CodedRows, kind: str) -> Self:
+        """Completes the matrix: it has a `shape`, is decoded by `codes`, and `kind` is a word for them, such as fp8."""
         first = self._tensors[min(self.uses)]
         parts = tuple(self._tensors[name] for name in sorted(self.uses))
         stored = sum(part.nbytes for part in parts)
-        self.entry = TensorEntry(first.file, "F32", shape, 0, first.identity, coded=StoredRows(codes, stored))
+        self.entry = TensorEntry(first.file, "F32", shape, 0, first.identity, coded=StoredRows(codes, stored, kind))
         return self
 
 
