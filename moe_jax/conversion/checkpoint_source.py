@@ -21,7 +21,7 @@ import numpy as np
 from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.model_table import table_of
 from moe_jax.conversion.table import Ignored, Piece, Table, Tied, detect_layout
-from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
+from moe_jax.conversion.tensors import DTYPES, CodesOfGroups, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
 from moe_jax.model_io.model_source import ModelSource
@@ -222,6 +222,14 @@ class CheckpointSource(abc.ABC):
         rows = np.empty((stop - start, *piece.shape[1:]), DTYPES[entry.dtype])
         self._files.read_into(entry, piece.offset + start * row, rows)
         return rows[order]
+
+    def codes(self, piece: Piece) -> CodesOfGroups:
+        """Reads the codes of a piece of a tensor that has groups of them; raises `InputError` as `read` does."""
+        entry = self.weights.tensors[piece.tensor]
+        first = piece.offset // entry.shape[-1]
+        found = self._files.codes(entry, first, first + piece.shape[0])
+        self._check_in_place()
+        return found
 
     def _check_duplicates(self, tensor: str) -> None:
         for duplicate, original in self.weights.duplicates.items():

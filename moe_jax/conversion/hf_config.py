@@ -36,8 +36,8 @@ def read_hf_config(
         there is none, and pictures are processed as is usual for the tower.
 
     Raises:
-      InputError: unknown family, or format of quantised numbers; missing, ill-typed or contradicting values; or unknown keys, which may change what the
-        model computes, unless they are `ignored`.
+      InputError: unknown family, or format of quantised numbers; missing, ill-typed or contradicting values; or unknown
+        keys, which may change what the model computes, unless they are `ignored`.
     """
     format_of(data)  # one that is unknown is found before anything else is asked
     data = without_format(data)

@@ -26,6 +26,9 @@ class ConvertSpec(TakesNonfinite):
     ignore_keys: Annotated[str | Collection[str], Shown("KEY,KEY,...", read_as=str)] = ""
     """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
     refused."""
+    codes: Literal["decode", "keep"] = "decode"
+    """Of a quantised checkpoint: decode all tensors; or keep experts in their codes, bit for bit, where a model
+    directory can hold them, and decode the rest."""
     vision_tower: Annotated[str | os.PathLike[str] | None, Shown("DIR", "in the checkpoint", Path | None)] = None
     """Of a MoE-LLaVA, whose checkpoint may only name its image encoder: a Hugging Face directory of that or of the CLIP
     that it is a part of, or ORG/NAME. Its weights take the place of any in the checkpoint."""

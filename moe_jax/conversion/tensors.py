@@ -62,6 +62,28 @@ ReadRows = Callable[["TensorEntry", int, int], np.ndarray]
 """`read(entry, start, stop)`: some rows [stop - start, n] of a stored tensor, whose axes but the last are one."""
 
 
+class Groups(NamedTuple):
+    """Codes of whose consecutive ones in a row `size` share a scale, and perhaps a zero point.
+
+    Attributes:
+      bits: of a code.
+      size: number of codes in a group; that of a row, or more: a row is one group.
+      levels: what the codes 0, 1, ... stand for, times their scale; None: themselves, less their zero point.
+    """
+
+    bits: int
+    size: int
+    levels: tuple[float, ...] | None = None
+
+
+class CodesOfGroups(NamedTuple):
+    """Rows of codes, UInt8[n, in], with scales Float32[n, groups] and zero points Int[n, groups], which may be None."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None = None
+
+
 class CodedRows(abc.ABC):
     """How a tensor is decoded that several stored ones stand for, such as codes and scales.
 
@@ -70,6 +92,15 @@ class CodedRows(abc.ABC):
     """
 
     is_by_rows: bool = True
+
+    @property
+    def groups(self) -> Groups | None:
+        """What its codes are, if they are of groups in a row; None: they are not."""
+        return None
+
+    def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
+        """Returns rows of its codes; only if they are of `groups`. Raises `InputError` as `decoded` does."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
@@ -159,7 +190,7 @@ class TensorFiles:
         out.reshape(-1)[:] = dequantized(stored, entry.blocks).reshape(-1)
 
     def rows(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
-        """Reads rows [stop - start, n] of a row-major tensor as it is stored, or decoded; its axes but the last are one.
+        """Reads rows [stop - start, n] of a tensor as they are stored, or decoded; all axes but the last are one.
 
         Raises:
           InputError: as `read_into` does, or if what is decoded makes no sense.
@@ -170,6 +201,11 @@ class TensorFiles:
         out = np.empty((stop - start, width), _STORED[entry.dtype])
         self.read_into(entry, start * width, out)
         return out
+
+    def codes(self, entry: TensorEntry, start: int, stop: int) -> CodesOfGroups:
+        """Reads rows of the codes of a tensor that has groups of them; raises `InputError` as `rows` does."""
+        assert entry.coded is not None
+        return entry.coded.codes.codes_of_groups(self.rows, start, stop)
 
     def read_strided(self, entry: TensorEntry) -> np.ndarray:
         """Reads a whole tensor of any strides; returns it with those strides."""

@@ -19,7 +19,7 @@ from tests.support.hf_checkpoints import CONFIGS
 QUIET = Console(quiet=True)
 Stored = Mapping[str, torch.Tensor]
 Quantise = Callable[[str, torch.Tensor], tuple[Stored, torch.Tensor]]
-"""`quantise(name, weight)`: the tensors that are stored of a weight, by name, and what the reference decodes them to."""
+"""`quantise(name, weight)`: the tensors stored of a weight, by name, and what the reference decodes them to."""
 
 
 def plain_checkpoint(folder: pathlib.Path, name: str, **changed: Any) -> pathlib.Path:

@@ -8,6 +8,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 import ml_dtypes
@@ -47,7 +48,7 @@ class FP8Rows(CodedRows):
 
     def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
         values = as_float32(read(self.numbers, start, stop))
-        if self.scales.shape in ((), (1,)):
+        if math.prod(self.scales.shape) == 1:
             values *= finite_scales(read(self.scales, 0, 1), self.name)
             return values
         # Blocks begin anew in every matrix of a stack.
@@ -96,7 +97,7 @@ def fp8_matrix(matrix: CodedMatrix, block: tuple[int, int] | None, *dtypes: str)
     block = block or (1, shape[-1])
     grid = grid_shape(shape, block)
     scales_name = f"{name}_scale_inv" if matrix.has(f"{name}_scale_inv") else f"{name}_scale"
-    scales = matrix.take(scales_name, *_SCALES, shape=[grid] if block[0] > 1 else [grid, (), (1,)])
+    scales = matrix.take(scales_name, *_SCALES, shape=[grid] if block[0] > 1 else [grid, (), (1,), (1, 1)])
     return matrix.made(shape, FP8Rows(name=scales_name, numbers=numbers, scales=scales, block=block), "fp8")
 
 
