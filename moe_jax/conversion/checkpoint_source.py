@@ -131,8 +131,18 @@ class CheckpointSource(abc.ABC):
                 file.write_text(contents[file.name], encoding="utf-8")
         return self._made
 
+    def kinds_of_codes(self) -> dict[str, str]:
+        """Returns a word for the codes of every tensor that is quantised, such as `fp8` or `Q4_K`, by its name."""
+        kinds = {}
+        for name, entry in self.weights.tensors.items():
+            if entry.coded is not None:
+                kinds[name] = entry.coded.kind
+            elif entry.blocks is not None:
+                kinds[name] = entry.blocks.name
+        return kinds
+
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype, as stored, of every leaf, by path."""
+        """Returns shape and dtype, as stored, of every leaf, by path; what is quantised is decoded to float32."""
         return {leaf: self._spec(pieces) for leaf, pieces in self.weights.pieces.items()}
 
     def _spec(self, pieces: list[Piece]) -> jax.ShapeDtypeStruct:

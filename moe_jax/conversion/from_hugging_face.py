@@ -75,16 +75,12 @@ def convert(
     if is_gguf(src):
         elsewhere.check(takes_parts=False)
         source = GGUFModel(src)
-        if source.quantized:
-            kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
-            console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
     elif dry_run and not (src.is_dir() and has_weights(src)):
         _print_expected(src, dtype, spec.ignored_keys, elsewhere, console)
         return
     else:
         source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys, elsewhere=elsewhere)
-    codes = {name: entry.coded.kind for name, entry in source.weights.tensors.items() if entry.coded is not None}
-    if codes:
+    if codes := source.kinds_of_codes():
         for line in _about_codes(source, codes, dtype):
             console.print(line, markup=False, soft_wrap=True)
     kept = _kept_codes(source) if spec.codes == "keep" else None

@@ -254,7 +254,7 @@ def test_commands_take_the_file_as_a_model(tmp_path, capsys):
     theirs, ours = both(tmp_path, "llama", kinds=kinds)
     file = tmp_path / "model.gguf"
     assert main(["convert", str(file), str(tmp_path / "model"), "--dtype", "bfloat16"]) == 0
-    assert "quantised tensors become bfloat16: 3 of Q8_0" in capsys.readouterr().err
+    assert "quantised tensors become bfloat16: 3 in Q8_0" in capsys.readouterr().err
     converted = open_source(tmp_path / "model")
     assert converted.config.dtype == "bfloat16"
     assert np.array_equal(converted.read("embed/embedding"), theirs.read("embed/embedding").astype(ml_dtypes.bfloat16))
