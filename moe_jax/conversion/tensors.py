@@ -30,8 +30,8 @@ DTYPE_BITS = {
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
-# What codes and scales are read as.
-_STORED = DTYPES | {
+# What codes and scales are stored as.
+STORED_DTYPES = DTYPES | {
     "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -198,7 +198,7 @@ class TensorFiles:
         if entry.coded is not None:
             return entry.coded.codes.decoded(self.rows, start, stop)
         width = entry.shape[-1] if entry.shape else 1
-        out = np.empty((stop - start, width), _STORED[entry.dtype])
+        out = np.empty((stop - start, width), STORED_DTYPES[entry.dtype])
         self.read_into(entry, start * width, out)
         return out
 
