@@ -4,7 +4,8 @@
 
 Writes a checkpoint with the shapes of Mixtral-8x7B but few layers (two: 6.2 GB) in bfloat16, copies it with `cp`,
 converts it, exports the result, and compares what came back with what went in. Then it converts the same model as a
-checkpoint in FP8, with a scale for 128 x 128 numbers, to bfloat16. Each command is a process of its own, begins with nothing of its input in the page cache, and is timed until all it wrote is on the disk. Everything is
+checkpoint in FP8, with a scale for 128 x 128 numbers, to bfloat16. Each command is a process of its own, begins with
+nothing of its input in the page cache, and is timed until all it wrote is on the disk. Everything is
 removed at the end; meanwhile it takes four times the size of the checkpoint. OUT receives `convert.json`.
 
 Asked for: peak resident memory of at most 1.5 GB + 2 x the largest parameter of a layer, and half the speed of `cp`.
