@@ -21,11 +21,11 @@ from moe_jax.api.model import (
     work_bars,
 )
 from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
+from moe_jax.conversion.encoders import Codes
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
-from moe_jax.conversion.packed_experts import Codes, Packing
+from moe_jax.conversion.packing import Pack, Packing
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
-from moe_jax.conversion.to_hugging_face import Pack
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
 from moe_jax.core.errors import InputError, shown
@@ -262,12 +262,15 @@ def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSp
 
 
 def _packed(spec: ExportSpec) -> Pack | None:
-    return packed_experts(spec.bits, spec.group_size) if spec.format == "compressed-tensors" else None
+    return packed_parts(spec.codes, spec.group_size) if spec.format == "compressed-tensors" else None
 
 
-def packed_experts(bits: int | None = None, group_size: int | None = None) -> Pack:
-    """Returns how `export` writes experts in codes, found as in `compress`; `Packing.of` checks the options."""
-    return partial(Packing.of, quantise=_codes, bits=bits, group_size=group_size)
+def packed_parts(codes: dict[str, str | None] | None = None, group_size: int | None = None) -> Pack:
+    """Returns how `export` writes parts of a model in codes, by default its experts; `Packing.of` checks the options.
+
+    Whole numbers are found as in `compress`.
+    """
+    return partial(Packing.of, quantise=_codes, codes=codes or {"experts": None}, group_size=group_size)
 
 
 def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:

@@ -15,11 +15,12 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.config_keys import is_harmless
+from moe_jax.conversion.encoders import Codes
 from moe_jax.conversion.families import Family, family_named
 from moe_jax.conversion.hf_config import inexpressible, write_hf_config
-from moe_jax.conversion.packed_experts import Codes, Packing, codes_of
+from moe_jax.conversion.packing import stored_codes
 from moe_jax.core.errors import InputError
-from moe_jax.core.finite import REMEDY, cast, check_finite
+from moe_jax.core.finite import cast
 from moe_jax.core.formatting import show_bytes
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
@@ -229,25 +230,16 @@ class MergedModel:
             # Zeros do for a router among equal experts, and for the gate of a universal FFN of constant weight.
             yield None, self._zeros(path)
 
-    def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:
-        """Yields (e, codes of leaf[e]) for every e, in the order of the bank: stored codes, or else new ones.
+    def codes(self, path: str) -> Iterator[tuple[int, Codes]]:
+        """Yields (e, codes of leaf[e]) for every e, in the order of the bank, as they are stored.
 
         Raises:
-          InputError: if stored codes cannot be written so, or are not finite.
+          InputError: if they cannot be written so.
         """
-        stored = codes_of(self._source, path, self._shapes[path][1:], packing)
-        if stored is not None:
-            # A universal FFN in the bank is its last expert, and not one of the router's.
-            for outputs, codes in zip(self._outputs(path), stored, strict=False):
-                for output in outputs:
-                    yield output, codes
-            return
-        coded, codes = None, None
-        for expert, kernel in self._experts(path):
-            if kernel is not coded or codes is None:  # those of a dense layer are one kernel, and of merged experts
-                check_finite(f"{path}[{expert}]", kernel, REMEDY)
-                coded, codes = kernel, packing.quantise(kernel.astype(np.float32), packing.bits, packing.group_size)
-            yield expert, codes
+        # A universal FFN in the bank is its last expert, and not one of the router's.
+        for outputs, codes in zip(self._outputs(path), stored_codes(self._source, path), strict=False):
+            for output in outputs:
+                yield output, codes
 
     def _experts(self, path: str) -> Iterator[tuple[int, np.ndarray]]:
         outputs, shape = self._outputs(path), self._shapes[path][1:]

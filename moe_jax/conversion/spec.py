@@ -4,13 +4,16 @@ import dataclasses
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from moe_jax.core.errors import InputError, flag_of
+from moe_jax.core.errors import InputError, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Code = Literal["4", "8", "fp8", "fp8-block", "nvfp4", "mxfp4"]
+"""Numbers that a part of a model can be stored in, by their names in `encoders`."""
+CODES = "|".join(get_args(Code))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,15 +70,35 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint"
     """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or the LoRA of
     an adapter directory, for the PEFT library."""
-    bits: Annotated[Literal[4, 8] | None, Shown("4|8", "those that the experts have, or 4")] = None
-    """With `format` compressed-tensors: of the codes. Experts that are such codes already keep them; others are
-    rounded."""
+    bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "those that the experts have, or 4", str | None)] = None
+    """With `format` compressed-tensors: numbers that experts are stored in: whole ones of 4 or 8 bits, FP8 with a scale
+    for every output (fp8) or for 128 x 128 (fp8-block), NVFP4 or MXFP4. Experts that are such codes already keep
+    them; others are rounded."""
+    parts: Literal["experts", "model"] = "experts"
+    """With `format` compressed-tensors: what is stored so: experts, or all linear layers of the decoder but the
+    head and routers."""
+    attention_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "with --parts model as --bits", str | None)] = None
+    """With `format` compressed-tensors: the same, of attention."""
+    dense_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "with --parts model as --bits", str | None)] = None
+    """With `format` compressed-tensors: the same, of FFNs that are no experts, or stand beside them."""
+    head_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "it stays whole", str | None)] = None
+    """With `format` compressed-tensors: the same, of a head that is not the embedding."""
     group_size: Annotated[
         int | None, Shown("N", "that of the experts if it fits, or the largest of 128, 64 and 32 that does")
     ] = None
-    """With `format` compressed-tensors: inputs that share a scale."""
+    """With `format` compressed-tensors: inputs that share a scale of whole numbers."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
+
+    @property
+    def codes(self) -> dict[str, str | None]:
+        """By part of the model, the numbers that it is stored in; None: those that the experts have. See `packing`."""
+        experts = None if self.bits is None else str(self.bits)
+        given = {"dense": self.dense_bits, "attention": self.attention_bits, "head": self.head_bits}
+        codes = {part: str(code) for part, code in given.items() if code is not None}
+        if self.parts == "model":
+            codes = {"dense": experts or "4", "attention": experts or "4"} | codes
+        return {"experts": experts, **codes}
 
     def __post_init__(self) -> None:
         known = ("base", "format", "allow_nonfinite")
@@ -83,8 +106,14 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         given = [flag_of(name) for name, default in others.items() if getattr(self, name) != default]
         if self.format == "peft" and given:
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
-        if self.format != "compressed-tensors" and (self.bits is not None or self.group_size is not None):
-            raise InputError("--bits and --group-size: only with --format compressed-tensors")
+        of_codes = ("bits", "parts", "attention_bits", "dense_bits", "head_bits", "group_size")
+        given = [flag_of(name) for name in of_codes if getattr(self, name) != others[name]]
+        if self.format == "checkpoint" and given:
+            raise InputError(f"{', '.join(given)}: only with --format compressed-tensors")
+        for name in ("bits", "attention_bits", "dense_bits", "head_bits"):
+            value = getattr(self, name)
+            if value is not None and str(value) not in get_args(Code):
+                raise InputError(f"{flag_of(name)} {shown(value)}: expected one of {', '.join(get_args(Code))}")
         if self.group_size is not None and (self.group_size < 8 or self.group_size % 8):
             raise InputError(f"--group-size {self.group_size} must be a multiple of 8")
         if self.max_shard_size is not None:

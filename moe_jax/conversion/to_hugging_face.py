@@ -4,9 +4,9 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
+from moe_jax.conversion.encoders import WholeNumbers
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.packed_experts import Packing
+from moe_jax.conversion.packing import CodingErrors, Pack, Packing, part_of
 from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping
@@ -45,9 +46,6 @@ from moe_jax.model_io.portable_lineage import without_places
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ImageProcessing, ModelConfig
 
-Pack = Callable[[ModelConfig, ModelConfig], Packing]
-"""Returns how the experts of a model are written in codes, given its config and the config that is written."""
-
 SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
 
 
@@ -62,7 +60,7 @@ def export(
 ) -> None:
     """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with its size.
 
-    If `packed` is given, experts are written in codes; a dry run only prints the mapping and sizes.
+    If `packed` is given, parts of it are written in codes; a dry run only prints the mapping and sizes.
 
     Raises:
       InputError: if no format can hold the model, weights are not finite or too large for the dtype, or `dst` exists.
@@ -91,18 +89,18 @@ def export(
     specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in stored.items()}
     mapped = mapped_model(config, specs, spec.expert_layout)
     tensors = _planned(mapped, specs)
-    packing = None if packed is None else packed(source.config, config)
+    packing = None if packed is None else packed(source, config)
     if packing is not None:
         tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
     sizes = {
         path: sum(tensors[name].nbytes for name in _tensors_of(path, mapped, packing))
-        if packing is not None and packing.is_packed(path)
+        if packing is not None and packing.encoder_of(path) is not None
         else count_bytes([spec])
         for path, spec in specs.items()
     }
     print_changes(source.config, config, sizes, console)
     if packing is not None:
-        console.print(packing.said(source.config, config))
+        console.print(packing.said(source))
     if grown := _growth(source, sizes, packed=packing is not None):
         console.print(grown)
     if dry_run:
@@ -114,7 +112,7 @@ def export(
     kept = ("expert_layout", "dense_layers", "dtype", "allow_nonfinite")
     options = {"max_shard_size": max_bytes, **{name: getattr(spec, name) for name in kept}}
     if packing is not None:
-        options |= {"bits": packing.bits, "group_size": packing.group_size}
+        options |= {"codes": {part: encoder.word for part, encoder in packing.encoders.items()}}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
         with open_work(dst, job_of(lineage)) as work:
@@ -157,6 +155,8 @@ def export(
             (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+    if said := writing.errors.said():
+        console.print(said, markup=False, soft_wrap=True)
 
 
 def _processing_of(config: ModelConfig) -> ImageProcessing | None:
@@ -224,6 +224,7 @@ class _Writing:
     progress: ByteProgress
     packing: Packing | None
     allow_nonfinite: bool
+    errors: CodingErrors = field(default_factory=CodingErrors)
 
     def write_layers(self, work: Workplace | RemoteWork) -> None:
         """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
@@ -238,7 +239,7 @@ class _Writing:
                 self.progress.skip(size)
                 continue
             for path in paths:
-                if self.packing is not None and self.packing.is_packed(path):
+                if self.packing is not None and self.packing.encoder_of(path) is not None:
                     self._write_packed(path, self.packing)
                 else:
                     self._write_leaf(path)
@@ -246,13 +247,34 @@ class _Writing:
                 work.note(layer, {"bytes": size})
 
     def _write_packed(self, path: str, packing: Packing) -> None:
-        """Writes the expert kernels of one matrix in codes: in stored codes, or else in new ones."""
+        """Writes the kernels of a leaf in codes: in stored codes, or else in new ones."""
         by_expert = {piece.expert: piece for piece in self.mapped.pieces[path]}
-        for expert, codes in self.model.codes(path, packing):
-            for name, values in packing.tensors(by_expert.pop(expert), codes, self.specs[path].dtype):
-                self.writer.write(name, 0, values)
+        for expert, tensors in self._in_codes(path, packing):
+            piece = by_expert.pop(expert)
+            for ending, values in tensors.items():
+                self.writer.write(f"{piece.tensor}{ending}", 0, np.ascontiguousarray(values))
                 self.progress.advance(values.nbytes)
         assert not by_expert, (path, by_expert)
+
+    def _in_codes(self, path: str, packing: Packing) -> Iterator[tuple[int | None, dict[str, np.ndarray]]]:
+        """Yields the tensors of every kernel of a leaf, by their endings, and counts the errors of new codes."""
+        encoder, scales = packing.encoder_of(path), packing.scales(path, self.specs[path].dtype)
+        assert encoder is not None
+        if packing.stored and part_of(path) == "experts":
+            assert isinstance(encoder, WholeNumbers)
+            shape = self.mapped.pieces[path][0].shape
+            for expert, codes in self.model.codes(path):
+                yield expert, encoder.tensors(codes, shape, scales)
+            return
+        before, made = None, None
+        for expert, kernel in self._parts_of(path, self.mapped.pieces[path]):
+            if kernel is not before or made is None:  # those of a dense layer are one kernel, and of merged experts
+                name = path if expert is None else f"{path}[{expert}]"
+                check_finite(name, kernel, REMEDY)
+                matrix = np.ascontiguousarray(kernel.T, np.float32)
+                before, made = kernel, encoder.encoded(matrix, scales)
+                self.errors.add(path, matrix, made.decoded)
+            yield expert, made.tensors
 
     def _write_leaf(self, path: str) -> None:
         """Writes one leaf. The next expert is made while the previous one is written; two are in memory."""
@@ -298,10 +320,7 @@ class _Writing:
 def _tensors_of(path: str, mapped: Mapped, packing: Packing | None) -> Iterator[str]:
     """Yields the tensors that hold a leaf."""
     for piece in mapped.pieces[path]:
-        if packing is not None and packing.is_packed(path):
-            yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
-        else:
-            yield piece.tensor
+        yield from [piece.tensor] if packing is None else packing.tensors_of(path, piece)
 
 
 def _growth(source: ModelSource, sizes: Mapping[str, int], *, packed: bool) -> str | None:
