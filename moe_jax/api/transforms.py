@@ -262,15 +262,20 @@ def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSp
 
 
 def _packed(spec: ExportSpec) -> Pack | None:
-    return packed_parts(spec.codes, spec.group_size) if spec.format == "compressed-tensors" else None
+    if spec.format != "compressed-tensors":
+        return None
+    return packed_parts(spec.codes, spec.group_size, whole=spec.parts == "model")
 
 
-def packed_parts(codes: dict[str, str | None] | None = None, group_size: int | None = None) -> Pack:
+def packed_parts(
+    codes: dict[str, str | None] | None = None, group_size: int | None = None, *, whole: bool = False
+) -> Pack:
     """Returns how `export` writes parts of a model in codes, by default its experts; `Packing.of` checks the options.
 
     Whole numbers are found as in `compress`.
     """
-    return partial(Packing.of, quantise=_codes, codes=codes or {"experts": None}, group_size=group_size)
+    codes = {"experts": None} if codes is None else codes
+    return partial(Packing.of, quantise=_codes, codes=codes, whole=whole, group_size=group_size)
 
 
 def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:

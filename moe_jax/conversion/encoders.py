@@ -212,6 +212,7 @@ class _FP4(Encoder):
         return codes[:, ::2] | codes[:, 1::2] << 4, decoded
 
 
+@dataclasses.dataclass(frozen=True)
 class NVFP4(_FP4):
     """e2m1 with a scale in e4m3 for 16 inputs, and one for the matrix."""
 
@@ -244,6 +245,7 @@ class NVFP4(_FP4):
         return Encoded({"_packed": packed, "_scale": local, "_global_scale": np.array([whole], np.float32)}, decoded)
 
 
+@dataclasses.dataclass(frozen=True)
 class MXFP4(_FP4):
     """e2m1 with a power of two for 32 inputs."""
 

@@ -64,6 +64,7 @@ class Packing:
         *,
         quantise: Quantise,
         codes: Mapping[str, str | None],
+        whole: bool,
         group_size: int | None,
     ) -> "Packing":
         """Returns the packing asked for.
@@ -77,7 +78,8 @@ class Packing:
           source: the model.
           written: the config that is written.
           quantise: makes whole numbers of kernels that have none.
-          codes: one of `CODES` by part; None: the part stays whole.
+          codes: one of `CODES` by part; None, of experts: see above.
+          whole: whether attention and dense FFNs that are not among `codes` have the format of the experts, too.
           group_size: inputs that share a scale, of whole numbers.
 
         Raises:
@@ -86,26 +88,24 @@ class Packing:
         from moe_jax.model_io.loading import leaf_specs
 
         shapes = {path: spec.shape for path, spec in leaf_specs(written).items()}
-        chosen = {part: code for part, code in codes.items() if code is not None}
-        own = _codes_in_common(source) if "experts" in codes else None
-        if "experts" in codes:
-            chosen["experts"] = codes["experts"] or str(own[0] if own is not None else BITS[0])
-        parts = {part: {path: shape for path, shape in shapes.items() if part_of(path) == part} for part in chosen}
-        if not parts.get("experts", True):
-            if len(chosen) == 1:
-                raise InputError("the model is dense: it has no experts to be written in codes; add --parts model")
-            del parts["experts"]
-        for part, found in parts.items():
-            if not found:
+        parts = {part: {path: shape for path, shape in shapes.items() if part_of(path) == part} for part in PARTS}
+        own = _codes_in_common(source)
+        experts = codes["experts"] or str(own[0] if own is not None else BITS[0])
+        others = {part: code for part, code in codes.items() if part != "experts" and code is not None}
+        for part in others:
+            if not parts[part]:
                 raise InputError(f"{_OPTIONS[part]}: the model has no {part} of its own that could be in codes")
+        by_default = dict.fromkeys(("experts", "dense", "attention") if whole else ("experts",), experts)
+        chosen = {part: code for part, code in (by_default | others).items() if parts[part]}
+        if not chosen:
+            raise InputError("the model is dense: it has no experts to be written in codes; add --parts model")
         encoders: dict[str, Encoder] = {}
-        for part, found in parts.items():
-            code = chosen[part]
+        for part, code in chosen.items():
             if code in ENCODERS:
                 encoders[part] = ENCODERS[code]()
                 continue
             tried = (own[1], *GROUP_SIZES) if own is not None and part == "experts" else GROUP_SIZES
-            size = _group_size(found, tried, group_size)
+            size = _group_size(parts[part], tried, group_size)
             encoders[part] = WholeNumbers(bits=int(code), group_size=size, quantise=quantise)
         stored = _stays(source, written, encoders.get("experts"), own)
         if stored and own is not None:
@@ -125,6 +125,16 @@ class Packing:
         kept = "the codes that they have" if self.stored else again
         others = {part: word for part, word in words.items() if part != "experts"}
         return f"experts are in {words['experts']}: {kept}" + (f"; {_joined(others)}: rounded" if others else "")
+
+    def warning(self) -> str | None:
+        """Returns a line about who reads it, if parts that are no experts are in several formats."""
+        others = {encoder for part, encoder in self.encoders.items() if part != "experts"}
+        if len(others) < 2:
+            return None
+        return (
+            "note: Transformers decodes all parts but the experts as one of them is stored; for it, choose one format "
+            "for attention, dense FFNs and the head"
+        )
 
     def encoder_of(self, path: str) -> Encoder | None:
         """Returns the format of a leaf; None: it is written as it is."""

@@ -77,9 +77,9 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     parts: Literal["experts", "model"] = "experts"
     """With `format` compressed-tensors: what is stored so: experts, or all linear layers of the decoder but the
     head and routers."""
-    attention_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "with --parts model as --bits", str | None)] = None
+    attention_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)] = None
     """With `format` compressed-tensors: the same, of attention."""
-    dense_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "with --parts model as --bits", str | None)] = None
+    dense_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)] = None
     """With `format` compressed-tensors: the same, of FFNs that are no experts, or stand beside them."""
     head_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "it stays whole", str | None)] = None
     """With `format` compressed-tensors: the same, of a head that is not the embedding."""
@@ -93,12 +93,9 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     @property
     def codes(self) -> dict[str, str | None]:
         """By part of the model, the numbers that it is stored in; None: those that the experts have. See `packing`."""
-        experts = None if self.bits is None else str(self.bits)
         given = {"dense": self.dense_bits, "attention": self.attention_bits, "head": self.head_bits}
         codes = {part: str(code) for part, code in given.items() if code is not None}
-        if self.parts == "model":
-            codes = {"dense": experts or "4", "attention": experts or "4"} | codes
-        return {"experts": experts, **codes}
+        return {"experts": None if self.bits is None else str(self.bits), **codes}
 
     def __post_init__(self) -> None:
         known = ("base", "format", "allow_nonfinite")

@@ -100,7 +100,8 @@ def export(
     }
     print_changes(source.config, config, sizes, console)
     if packing is not None:
-        console.print(packing.said(source))
+        for line in filter(None, (packing.said(source), packing.warning())):
+            console.print(line, soft_wrap=True)
     if grown := _growth(source, sizes, packed=packing is not None):
         console.print(grown)
     if dry_run:
