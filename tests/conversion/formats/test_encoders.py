@@ -85,9 +85,10 @@ def test_whole_numbers_lose_no_more_than_by_the_largest_magnitude(name):
     steps = np.abs(groups).max(-1, keepdims=True) / (2 ** (encoder.bits - 1) - 1)
     rounded = np.round(groups / np.where(steps > 0, steps, 1)) * steps
     error = (encoder.encoded(matrix, FLOAT32).decoded - matrix).reshape(groups.shape)
-    # Scales have eight bits, beside which codes of eight bits are fine.
-    more = 1.3 if encoder.bits == 8 else 1.001
-    assert ((error**2).sum(-1) <= more * ((rounded - groups) ** 2).sum(-1) + 1e-12).all()
+    ours, simple = (error**2).sum(-1), ((rounded - groups) ** 2).sum(-1)
+    assert ours.sum() <= simple.sum()
+    if encoder.bits == 4:  # beside codes of eight bits, scales of bfloat16 are coarse, and a group may be unlucky
+        assert (ours <= 1.001 * simple + 1e-12).all()
 
 
 def test_e2m1_is_rounded_to_the_nearest():
