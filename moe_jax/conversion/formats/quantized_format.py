@@ -170,6 +170,7 @@ def scale_blocks(values: np.ndarray, scales: np.ndarray, width: int) -> None:
     """Multiplies values [n, in], in place, by scales [n, groups]; `width` consecutive columns share one."""
     n, columns = values.shape
     whole = columns // width * width
-    values[:, :whole].reshape(n, -1, width)[...] *= scales[:, : whole // width, None]
-    if whole < columns:
-        values[:, whole:] *= scales[:, whole // width, None]
+    with np.errstate(all="ignore"):  # products that are not finite are found where the leaf is written
+        values[:, :whole].reshape(n, -1, width)[...] *= scales[:, : whole // width, None]
+        if whole < columns:
+            values[:, whole:] *= scales[:, whole // width, None]

@@ -1,0 +1,99 @@
+"""Matrices in integers, one to a byte or packed into words of 32 bits, with scales and perhaps zero points."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from moe_jax.conversion.formats.fp8 import as_float32
+from moe_jax.conversion.formats.quantized_format import finite_scales, scale_blocks
+from moe_jax.conversion.tensors import CodedRows, ReadRows, TensorEntry
+from moe_jax.core.errors import InputError
+
+WORD = 32  # bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntegerRows(CodedRows):
+    """A matrix [out, in]: entry = (code - zero point) * scale.
+
+    Attributes:
+      name: of the matrix.
+      codes: Int8[out, in], or packed along its rows in Int32[out, in * bits / 32], as 2^(bits-1) more than they are.
+      bits: of a code.
+      columns: of the matrix.
+      block: rows and columns that share a scale.
+      scales: [out / rows, in / columns] of blocks, or one scale for all.
+      zeros: zero points in int8, in the shape of the scales, or packed along the first axis as codes are; None: all are
+        zero.
+      groups: Int32[in], the group of every column, whose `block` has one row; None: they are in order.
+    """
+
+    name: str
+    codes: TensorEntry
+    bits: int
+    columns: int
+    block: tuple[int, int]
+    scales: TensorEntry
+    zeros: TensorEntry | None
+    groups: TensorEntry | None
+
+    def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
+        codes = read(self.codes, start, stop)
+        values = as_float32(unpacked(codes, self.bits, self.columns) if self.codes.dtype == "I32" else codes)
+        scales = finite_scales(self._of_rows(read, self.scales, start, stop), f"{self.name}_scale")
+        zeros = None if self.zeros is None else self._zeros(read, self.zeros, start, stop)
+        groups = self._groups(read)
+        if zeros is not None:
+            values -= zeros[:, groups]
+        if self.groups is None:
+            scale_blocks(values, scales, self.block[1])
+        else:
+            scale_blocks(values, scales[:, groups], 1)
+        return values
+
+    def _of_rows(self, read: ReadRows, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+        """What is stored for the blocks of some rows, [rows, groups]; [1, 1] if it is the same for all."""
+        if len(entry.shape) < 2:
+            return read(entry, 0, 1)
+        places = np.arange(start, stop) // self.block[0]
+        first, last = int(places[0]), int(places[-1])
+        return read(entry, first, last + 1)[places - first]
+
+    def _zeros(self, read: ReadRows, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+        if entry.dtype != "I32":
+            return as_float32(self._of_rows(read, entry, start, stop))
+        # 32 codes fill whole words, with which a code begins.
+        whole = start // WORD
+        words = read(entry, whole * self.bits, math.ceil(stop * self.bits / WORD))
+        first = whole * WORD
+        codes = unpacked(np.ascontiguousarray(words.T), self.bits, stop - first)
+        return as_float32(codes[:, start - first :].T)
+
+    def _groups(self, read: ReadRows) -> np.ndarray:
+        """The group of every column."""
+        if self.groups is None:
+            return np.arange(self.columns) // self.block[1]
+        groups = read(self.groups, 0, 1)[0]
+        count = self.scales.shape[-1]
+        if groups.size and (groups.min() < 0 or groups.max() >= count):
+            raise InputError(
+                f"{self.name}_g_idx names groups from {groups.min()} to {groups.max()}, expected 0 to {count - 1}; "
+                "fetch the checkpoint again"
+            )
+        return groups
+
+
+def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Returns the codes in words Int32[n, m], the first in the lowest bits, less 2^(bits-1), as Int8[n, count].
+
+    A code may begin in one word and end in the next.
+    """
+    stored = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = (stored[..., None] >> shifts & np.uint8((1 << bits) - 1)).reshape(len(words), -1)[:, :count]
+    else:
+        singly = np.unpackbits(stored, axis=-1, count=count * bits, bitorder="little")
+        codes = np.packbits(singly.reshape(len(words), count, bits), axis=-1, bitorder="little")[..., 0]
+    return (codes - np.uint8(1 << (bits - 1))).view(np.int8)
