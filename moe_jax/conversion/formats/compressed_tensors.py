@@ -39,9 +39,6 @@ class CompressedTensors(QuantizedFormat):
     def read(cls, keys: QuantizationKeys) -> "CompressedTensors":
         return cls(read_groups(keys))
 
-    def describe(self) -> str:
-        return " and ".join(sorted({group.describe() for group in self.groups})) or "compressed-tensors"
-
     def matrices(self, tensors: Mapping[str, TensorEntry]) -> Iterator[CodedMatrix]:
         files = TensorFiles()
         for name, entry in tensors.items():
@@ -108,9 +105,9 @@ class CompressedTensors(QuantizedFormat):
             block=block,
             scales=scales,
             zeros=zeros,
-            groups=matrix.find(f"{matrix.name}_g_idx", "I32", shape=[shape[1:]]),
+            order=matrix.find(f"{matrix.name}_g_idx", "I32", shape=[shape[1:]]),
         )
-        return matrix.made(shape, rows)
+        return matrix.made(shape, rows, f"int{bits}")
 
     def _dense(self, matrix: CodedMatrix, module: str) -> CodedMatrix:
         """Returns a matrix that is stored as it is; the scales beside it are left out."""

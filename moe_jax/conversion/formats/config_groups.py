@@ -63,14 +63,6 @@ class ConfigGroup:
             return ("Embedding" if module.rpartition(".")[2].startswith("embed") else "Linear") in self.names
         return module in self.names or any(pattern.match(module) for pattern in self.patterns)
 
-    def describe(self) -> str:
-        """Returns it in a few words, such as `int4 in groups of 128`."""
-        kind = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
-        if self.block is None:
-            return kind
-        rows, columns = self.block
-        return f"{kind} in groups of {columns}" if rows == 1 else f"{kind} in blocks of {rows} x {columns}"
-
 
 def group_for(module: str, groups: Iterable[ConfigGroup]) -> ConfigGroup | None:
     """Returns the group of those given that a module is in; None: the config does not say it.

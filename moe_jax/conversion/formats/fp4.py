@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_jax.conversion.formats.fp8 import as_float32
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, finite_scales, grid_shape, scale_blocks
-from moe_jax.conversion.tensors import CodedRows, ReadRows, TensorEntry
+from moe_jax.conversion.tensors import CodedRows, CodesOfGroups, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError, shown
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
@@ -57,15 +57,27 @@ class FP4Rows(CodedRows):
     divides: bool = False
 
     def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
+        values = fp4_numbers(read(self.numbers, start, stop))
+        scale_blocks(values, self._scales(read, start, stop), self.group)
+        return values
+
+    @property
+    def groups(self) -> Groups:
+        return Groups(4, self.group, tuple(map(float, _NUMBERS)))
+
+    def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
+        stored = read(self.numbers, start, stop)
+        codes = np.stack([stored & 15, stored >> 4], axis=-1).reshape(len(stored), -1)
+        return CodesOfGroups(codes, self._scales(read, start, stop))
+
+    def _scales(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
         scales = read(self.scales, start, stop)
         scales = powers_of_two(scales) if self.scales.dtype in EXPONENTS else as_float32(scales)
         if self.whole is not None:
             with np.errstate(all="ignore"):  # those that are not finite are found below
                 whole = as_float32(read(self.whole, 0, 1))
                 scales = scales / whole if self.divides else scales * whole
-        values = fp4_numbers(read(self.numbers, start, stop))
-        scale_blocks(values, finite_scales(scales, self.name), self.group)
-        return values
+        return finite_scales(scales, self.name)
 
 
 def nvfp4_matrix(matrix: CodedMatrix, numbers: str, whole: str, *, divides: bool) -> CodedMatrix:
@@ -86,6 +98,7 @@ def nvfp4_matrix(matrix: CodedMatrix, numbers: str, whole: str, *, divides: bool
             whole=matrix.take(whole, "F32", shape=[(), (1,)]),
             divides=divides,
         ),
+        "nvfp4",
     )
 
 
@@ -98,7 +111,7 @@ def mxfp4_matrix(matrix: CodedMatrix, numbers: str) -> CodedMatrix:
     stored, shape = _stored(matrix, numbers)
     name = f"{matrix.name}_scale"
     scales = matrix.take(name, *EXPONENTS, shape=[grid_shape(shape, (1, MXFP4_GROUP))])
-    return matrix.made(shape, FP4Rows(name=name, numbers=stored, scales=scales, group=MXFP4_GROUP))
+    return matrix.made(shape, FP4Rows(name=name, numbers=stored, scales=scales, group=MXFP4_GROUP), "mxfp4")
 
 
 def _stored(matrix: CodedMatrix, name: str) -> tuple[TensorEntry, tuple[int, int]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from moe_jax.conversion.formats.fp8 import as_float32
 from moe_jax.conversion.formats.quantized_format import finite_scales, scale_blocks
-from moe_jax.conversion.tensors import CodedRows, ReadRows, TensorEntry
+from moe_jax.conversion.tensors import CodedRows, CodesOfGroups, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError
 
 WORD = 32  # bits
@@ -26,7 +26,7 @@ class IntegerRows(CodedRows):
       scales: [out / rows, in / columns] of blocks, or one scale for all.
       zeros: zero points in int8, in the shape of the scales, or packed along the first axis as codes are; None: all are
         zero.
-      groups: Int32[in], the group of every column, whose `block` has one row; None: they are in order.
+      order: Int32[in], the group of every column, whose `block` has one row; None: they are in order.
     """
 
     name: str
@@ -36,21 +36,38 @@ class IntegerRows(CodedRows):
     block: tuple[int, int]
     scales: TensorEntry
     zeros: TensorEntry | None
-    groups: TensorEntry | None
+    order: TensorEntry | None
 
     def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
-        codes = read(self.codes, start, stop)
-        values = as_float32(unpacked(codes, self.bits, self.columns) if self.codes.dtype == "I32" else codes)
+        values = as_float32(self._codes(read, start, stop))
         scales = finite_scales(self._of_rows(read, self.scales, start, stop), f"{self.name}_scale")
         zeros = None if self.zeros is None else self._zeros(read, self.zeros, start, stop)
-        groups = self._groups(read)
+        groups = self._group_of_columns(read)
         if zeros is not None:
             values -= zeros[:, groups]
-        if self.groups is None:
+        if self.order is None:
             scale_blocks(values, scales, self.block[1])
         else:
             scale_blocks(values, scales[:, groups], 1)
         return values
+
+    @property
+    def groups(self) -> Groups | None:
+        return Groups(self.bits, self.block[1]) if self.order is None and self.block[0] == 1 else None
+
+    def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
+        scales = finite_scales(self._of_rows(read, self.scales, start, stop), f"{self.name}_scale")
+        shape = (stop - start, math.ceil(self.columns / self.block[1]))
+        middle = 1 << (self.bits - 1)
+        zeros = np.zeros((1, 1)) if self.zeros is None else self._zeros(read, self.zeros, start, stop)
+        codes = self._codes(read, start, stop).view(np.uint8) + np.uint8(middle)
+        whole = np.broadcast_to(zeros.astype(np.int32) + middle, shape)
+        return CodesOfGroups(codes, np.broadcast_to(scales, shape), whole)
+
+    def _codes(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
+        """The codes of some rows, less 2^(bits-1), as Int8[n, in]."""
+        codes = read(self.codes, start, stop)
+        return unpacked(codes, self.bits, self.columns) if self.codes.dtype == "I32" else codes
 
     def _of_rows(self, read: ReadRows, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
         """What is stored for the blocks of some rows, [rows, groups]; [1, 1] if it is the same for all."""
@@ -70,11 +87,11 @@ class IntegerRows(CodedRows):
         codes = unpacked(np.ascontiguousarray(words.T), self.bits, stop - first)
         return as_float32(codes[:, start - first :].T)
 
-    def _groups(self, read: ReadRows) -> np.ndarray:
+    def _group_of_columns(self, read: ReadRows) -> np.ndarray:
         """The group of every column."""
-        if self.groups is None:
+        if self.order is None:
             return np.arange(self.columns) // self.block[1]
-        groups = read(self.groups, 0, 1)[0]
+        groups = read(self.order, 0, 1)[0]
         count = self.scales.shape[-1]
         if groups.size and (groups.min() < 0 or groups.max() >= count):
             raise InputError(

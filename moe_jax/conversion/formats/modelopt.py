@@ -32,9 +32,6 @@ class ModelOpt(QuantizedFormat):
         is_fp4 = keys.data.get("quant_method") == "modelopt_fp4"
         return cls(keys.choice("quant_algo", _ALGORITHMS, default="NVFP4" if is_fp4 else None))
 
-    def describe(self) -> str:
-        return f"modelopt {self.algorithm.lower().replace('_', ' ')}"
-
     def matrices(self, tensors: Mapping[str, TensorEntry]) -> Iterator[CodedMatrix]:
         for name, entry in tensors.items():
             if not name.endswith(".weight"):

@@ -66,9 +66,6 @@ class MXFP4(QuantizedFormat):
     def read(cls, keys: QuantizationKeys) -> "MXFP4":
         return cls()
 
-    def describe(self) -> str:
-        return "mxfp4"
-
     def matrices(self, tensors: Mapping[str, TensorEntry]) -> Iterator[CodedMatrix]:
         for name in tensors:
             if name.endswith((_BLOCKS, _SCALES)):
@@ -86,4 +83,4 @@ def _experts(matrix: CodedMatrix) -> CodedMatrix:
     experts, columns, groups, _ = shape
     scales = matrix.take(matrix.name + _SCALES, *EXPONENTS, shape=[shape[:3]])
     rows = TransposedFP4Rows(name=matrix.name + _SCALES, blocks=blocks, scales=scales)
-    return matrix.made((experts, groups * MXFP4_GROUP, columns), rows)
+    return matrix.made((experts, groups * MXFP4_GROUP, columns), rows, "mxfp4")
