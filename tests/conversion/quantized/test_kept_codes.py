@@ -67,11 +67,11 @@ def test_kept_codes_stand_for_what_decoding_gives(quantised, tmp_path, name, cod
 def test_kept_experts_are_tuned_scored_and_exported_again(quantised, tmp_path):
     """Without ever being whole: the codes that leave are those that came."""
     folder = quantised("mixtral", "4")
-    kept = moe_jax.convert(folder, tmp_path / "kept", codes="keep")
+    moe_jax.convert(folder, kept := tmp_path / "kept", codes="keep")
     ids = np.random.default_rng(0).integers(0, 64, 60).tolist()
     scored = moe_jax.evaluate(kept, ids, seq_len=20).nll
     assert scored == pytest.approx(moe_jax.evaluate(folder, ids, seq_len=20).nll, abs=1e-5)
-    tuned = moe_jax.adapt(kept, tmp_path / "tuned", method="perft-e", adapter="lora:2")
+    moe_jax.adapt(kept, tuned := tmp_path / "tuned", method="perft-e", adapter="lora:2")
     assert moe_jax.evaluate(tuned, ids, seq_len=20).nll == pytest.approx(scored, abs=1e-6)  # adapters begin at zero
     moe_jax.export(kept, tmp_path / "again", format="compressed-tensors")
     first, second = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "again"))
