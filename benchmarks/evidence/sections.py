@@ -171,8 +171,8 @@ SECTIONS = (
         "python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON",
         (
             "moe_jax/conversion/to_hugging_face.py",
-            "moe_jax/conversion/packing.py",
-            "moe_jax/conversion/encoders.py",
+            "moe_jax/conversion/formats/coded_parts.py",
+            "moe_jax/conversion/formats/encoders.py",
             "moe_jax/conversion/hf_config.py",
         ),
         layouts.VLLM,

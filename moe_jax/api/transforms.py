@@ -21,10 +21,10 @@ from moe_jax.api.model import (
     work_bars,
 )
 from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
-from moe_jax.conversion.encoders import Codes
+from moe_jax.conversion.formats.coded_parts import Pack, Packing
+from moe_jax.conversion.formats.encoders import Codes
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
-from moe_jax.conversion.packing import Pack, Packing
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft

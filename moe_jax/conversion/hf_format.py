@@ -15,10 +15,10 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.config_keys import is_harmless
-from moe_jax.conversion.encoders import Codes
 from moe_jax.conversion.families import Family, family_named
+from moe_jax.conversion.formats.coded_parts import stored_codes
+from moe_jax.conversion.formats.encoders import Codes
 from moe_jax.conversion.hf_config import inexpressible, write_hf_config
-from moe_jax.conversion.packing import stored_codes
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.core.formatting import show_bytes

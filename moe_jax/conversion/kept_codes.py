@@ -80,10 +80,12 @@ class KeptCodes:
 
     @property
     def tokenizer_files(self) -> Any:
+        """The files that are copied with the model."""
         return self.source.tokenizer_files
 
     @property
     def lineage(self) -> Any:
+        """How the checkpoint was made, one entry per command."""
         return self.source.lineage
 
     def _form_of(self, kernels: Mapping[str, str]) -> Quantized | str:
@@ -143,6 +145,7 @@ class KeptCodes:
         return path in self._kept
 
     def stored_bytes(self, path: str) -> int:
+        """Returns the number of bytes of one leaf: on disk, or as codes here."""
         if not self.is_kept(path):
             return self.source.stored_bytes(path)
         spec = self.specs()[path]

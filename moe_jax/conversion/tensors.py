@@ -95,7 +95,7 @@ class CodedRows(abc.ABC):
 
     @property
     def groups(self) -> Groups | None:
-        """What its codes are, if they are of groups in a row; None: they are not."""
+        """A description of its codes, if they are of groups in a row; None: they are not."""
         return None
 
     def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:

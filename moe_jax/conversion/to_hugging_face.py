@@ -15,13 +15,13 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
-from moe_jax.conversion.encoders import WholeNumbers
+from moe_jax.conversion.formats.coded_parts import CodingErrors, Pack, Packing, part_of
+from moe_jax.conversion.formats.encoders import WholeNumbers
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.packing import CodingErrors, Pack, Packing, part_of
 from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping

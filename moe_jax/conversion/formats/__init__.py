@@ -9,7 +9,7 @@ from moe_jax.conversion.formats.quantized_format import QuantizationKeys, Quanti
 from moe_jax.core.errors import InputError, nearest, shown
 
 KEYS = ("quantization_config", "compression_config")
-"""Of config.json; the second is the older name of the first."""
+"""Keys of config.json that describe a format; the second is the older name of the first."""
 
 
 def _discover() -> dict[str, type[QuantizedFormat]]:

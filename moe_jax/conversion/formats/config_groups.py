@@ -51,7 +51,7 @@ class ConfigGroup:
 
     @property
     def stored(self) -> tuple[Any, ...]:
-        """What is stored alike with every group that is equal in it."""
+        """All that decides how its weights are stored: groups that are equal in it are alike."""
         return self.kind, self.bits, self.is_symmetric, self.block, self.format in DENSE
 
     def matches(self, module: str, *, by_class: bool) -> bool:
@@ -121,7 +121,7 @@ def _check_others(keys: QuantizationKeys) -> None:
 
 
 def _locations(groups: Any) -> list[Any]:
-    """Where rotations apply; what is malformed is its own location, and none that is known."""
+    """Returns where rotations apply; something malformed is its own location, and none that is known."""
     if not groups:
         return []
     if not isinstance(groups, Mapping):

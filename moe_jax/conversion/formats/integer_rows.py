@@ -70,7 +70,7 @@ class IntegerRows(CodedRows):
         return unpacked(codes, self.bits, self.columns) if self.codes.dtype == "I32" else codes
 
     def _of_rows(self, read: ReadRows, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
-        """What is stored for the blocks of some rows, [rows, groups]; [1, 1] if it is the same for all."""
+        """Returns the values of the blocks of some rows, [rows, groups]; [1, 1] if there is one for all."""
         if len(entry.shape) < 2:
             return read(entry, 0, 1)
         places = np.arange(start, stop) // self.block[0]

@@ -1,4 +1,4 @@
-"""What a format of quantised checkpoints knows, and what all of them share.
+"""The interface of a format of quantised checkpoints, and helpers that all of them share.
 
 Such a checkpoint stores a matrix as several tensors, such as codes and scales. A format finds those of every matrix,
 checks that they fit together, and puts one tensor in their place, which is decoded where it is read. All that follows,

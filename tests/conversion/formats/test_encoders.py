@@ -8,7 +8,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from moe_jax.api.transforms import _codes
-from moe_jax.conversion.encoders import FP4_LEVELS, FP8, MXFP4, NVFP4, FP8Blocks, WholeNumbers
+from moe_jax.conversion.formats.encoders import FP4_LEVELS, FP8, MXFP4, NVFP4, FP8Blocks, WholeNumbers
 from moe_jax.core.errors import InputError
 
 FLOAT32 = np.dtype(np.float32)

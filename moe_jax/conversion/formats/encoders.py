@@ -73,7 +73,7 @@ class Encoder(abc.ABC):
     @property
     @abc.abstractmethod
     def weights(self) -> dict[str, Any]:
-        """What a group in config.json says of weights."""
+        """The description of weights in a group of config.json."""
 
     @abc.abstractmethod
     def planned(self, shape: tuple[int, int], scales: np.dtype) -> dict[str, PlannedTensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.encoders import ENCODERS, GROUP_SIZES, Codes, Encoder, Quantise, WholeNumbers
+from moe_jax.conversion.formats.encoders import ENCODERS, GROUP_SIZES, Codes, Encoder, Quantise, WholeNumbers
 from moe_jax.conversion.safetensors_file import PlannedTensor
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.core.errors import InputError
