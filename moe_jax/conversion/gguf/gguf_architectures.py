@@ -217,11 +217,12 @@ def _wide_experts_of(config: ModelConfig, keys: Mapping[str, Any]) -> dict[str, 
 
 
 def _qwen2_moe(metadata: Metadata) -> dict[str, Any]:
-    found = _moe(metadata)
+    experts = _moe(metadata)
+    biases = experts.pop("attention_bias")  # not of the output
     return {
         "model_type": "qwen2_moe",
-        **found,
-        "qkv_bias": found.pop("attention_bias"),
+        **experts,
+        "qkv_bias": biases,
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
         "shared_expert_intermediate_size": metadata.number("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,

@@ -95,7 +95,7 @@ def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
 # --- rotary embeddings ----------------------------------------------------------------------------
 
 # The parameters of Llama 3.1 and all models after it; the tensor holds only the factors that follow from them.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
@@ -132,9 +132,9 @@ def _read_rope_scaling(
     if (factors == 1).all():
         return None
     factor = float(factors.max())
-    expected = llama3_factors(2 * len(factors), config["rope_theta"], factor, **LLAMA3)
+    expected = llama3_factors(2 * len(factors), config["rope_theta"], factor, **_LLAMA3)
     if np.allclose(factors, expected, rtol=1e-5, atol=0):
-        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     # The same frequencies under the only name that allows any factors.
     numbers = [float(str(number)) for number in factors]
     return {

@@ -1,7 +1,6 @@
 """The metadata that describe a model in a GGUF file, checked by reading them back."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.conversion.gguf.gguf_architectures import KEYS, ROPE_FACTORS, Architecture, architecture_for
-from moe_jax.conversion.gguf.gguf_config import LLAMA3, YARN, hugging_face_config, llama3_factors
+from moe_jax.conversion.gguf.gguf_config import YARN, hugging_face_config, llama3_factors
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.hf_config import differences, read_hf_config, write_hf_config
 from moe_jax.conversion.tensors import TensorEntry
@@ -118,9 +117,13 @@ def _rope_scaling(config: ModelConfig, head_dim: int) -> tuple[dict[str, Any], n
             **{key: float(value) for key, value in given.items() if value is not None},
         }, None
     if rope.scaling == "llama3":
-        own = {key: getattr(rope, key) for key in LLAMA3 if key.endswith("_factor")}
         factors = llama3_factors(
-            rotated, rope.theta, rope.factor, original_max_position_embeddings=rope.original_max_positions, **own
+            rotated,
+            rope.theta,
+            rope.factor,
+            low_freq_factor=rope.low_freq_factor,
+            high_freq_factor=rope.high_freq_factor,
+            original_max_position_embeddings=rope.original_max_positions or config.max_positions,
         )
         return {}, factors.astype(np.float32)
     if rope.scaling == "longrope" and rope.short_factor == rope.long_factor and rope.attention_factor == 1.0:
@@ -156,8 +159,3 @@ def tensor_shapes(
         for name, shape in mapped.items()
     }
     return shapes if factors is None else {ROPE_FACTORS: factors.shape, **shapes}
-
-
-def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns the number of elements of all tensors."""
-    return sum(map(math.prod, shapes.values()))

@@ -5,6 +5,7 @@ integers, multiples of one number each of the block, which is a half. Source: `b
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -56,7 +57,9 @@ def _half(values: np.ndarray | None) -> np.ndarray:
 
 
 def _joined(*parts: np.ndarray) -> np.ndarray:
-    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1, dtype=np.uint8, casting="unsafe")
+    return np.concatenate(
+        [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], axis=1, dtype=np.uint8, casting="unsafe"
+    )
 
 
 def _two_bits(codes: np.ndarray) -> np.ndarray:

@@ -43,11 +43,11 @@ def k_quantized(rows: np.ndarray, kind: str, importance: np.ndarray | None = Non
     blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, BLOCK)
     weights = None if importance is None else _weights(importance)
     packed = []
-    for start in range(0, len(blocks), _AT_ONCE):
+    for start in range(0, max(1, len(blocks)), _AT_ONCE):
         some = blocks[start : start + _AT_ONCE]
         own = None if weights is None else weights[np.arange(start, start + len(some)) % len(weights)]
         packed.append(layout.pack(_coded(some, own, layout, kind)))
-    return np.concatenate(packed) if packed else layout.pack(_coded(blocks, None, layout, kind))
+    return np.concatenate(packed)
 
 
 def _weights(importance: np.ndarray) -> np.ndarray:
@@ -109,7 +109,7 @@ def _coded(blocks: np.ndarray, weights: np.ndarray | None, layout: KLayout, kind
 
 def _runs(blocks: np.ndarray, weights: np.ndarray | None, layout: KLayout) -> _Runs:
     def by_run(values: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(values.reshape(len(values), -1, layout.run).transpose(2, 1, 0))
+        return np.ascontiguousarray(values.reshape(len(values), BLOCK // layout.run, layout.run).transpose(2, 1, 0))
 
     x = by_run(blocks)
     w = None if weights is None else by_run(weights)

@@ -66,7 +66,7 @@ def export_gguf(
     (refuse_existing if dry_run else check_target)(dst, file=True)
     check_beside(dst, [source.path])
     refuse_tuned(source)
-    config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate")
+    config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate", all_moe=True)
     plan = _Plan.of(source, MergedModel(source, config), dst.stem, spec.gguf_type)
     sizes = {
         path: sum(plan.tensors[name].nbytes for name in {piece.tensor for piece in pieces})

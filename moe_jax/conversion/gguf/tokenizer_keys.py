@@ -173,7 +173,8 @@ def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, list[str]]:
     if not cuts and spaces in steps and all(step in (spaces, prepended) for step in steps):
         return prepended in steps, []
     if not steps and len(cuts) == 1 and cuts[0].get("type") == "Metaspace" and not cuts[0].get("split", True):
-        return cuts[0].get("prepend_scheme", "always") != "never", []
+        prefix = cuts[0].get("prepend_scheme", "always") != "never"
+        return prefix, ["note: GGUF files put a space before texts that begin with one, too"] if prefix else []
     return True, ["note: the tokenizer does more to texts than GGUF files can say: llama.cpp may cut them otherwise"]
 
 
