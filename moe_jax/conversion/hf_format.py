@@ -31,6 +31,8 @@ from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEC
 # A shared expert of zeros may be as narrow as possible.
 NARROWEST = 1
 
+_EMBEDDING, _HEAD = "embed/embedding", "lm_head/kernel"
+
 
 def exported_config(config: ModelConfig, *, replicate_dense: bool, all_moe: bool = False) -> ModelConfig:
     """Returns the config of a model after merging, in the family whose format can hold it.
@@ -227,6 +229,8 @@ class MergedModel:
             yield None, self._universal(path)
         elif path in self._stored:
             yield None, self._source.read(path)
+        elif path == _HEAD:  # of a format that has one for models that tie it, too
+            yield None, self._source.read(_EMBEDDING).T
         else:
             # Zeros do for a router among equal experts, and for the gate of a universal FFN of constant weight.
             yield None, self._zeros(path)
@@ -315,6 +319,7 @@ class MergedModel:
             path.replace("/universal/", "/experts/"),
             path.replace("/universal/", "/experts/base/"),
             f"{path.partition('/mlp/')[0]}/attention_norm/scale",
+            _EMBEDDING,  # for the head
         )
         return np.dtype(next(self._stored[leaf].dtype for leaf in like if leaf in self._stored))
 

@@ -78,6 +78,9 @@ class Architecture:
       interleaved: whether the rows of queries and keys alternate between the halves of a head's rotary dimensions.
       partial: whether only a part of a head may be rotated.
       scales_frequencies: whether llama.cpp reads the tensor `ROPE_FACTORS`.
+      head_apart: whether llama.cpp reads an output in a tensor of its own only, and not from the embedding.
+      square_heads: whether llama.cpp reads only heads that together are as wide as the model.
+      unread: ends of names of tensors that llama.cpp does not know in it.
       vectors: tensors that have one axis here, and a row of it in the table.
     """
 
@@ -89,6 +92,9 @@ class Architecture:
     interleaved: bool = False
     partial: bool = False
     scales_frequencies: bool = False
+    head_apart: bool = False
+    square_heads: bool = False
+    unread: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
 
     def in_table(self, name: str, entry: TensorEntry) -> TensorEntry:
@@ -151,6 +157,8 @@ _HEAD: Table = (
     *linear("output", "lm_head"),
     Ignored(re.escape(ROPE_FACTORS), "factors of the RoPE frequencies, which the config holds"),
 )
+
+_OUTPUT_BIAS = "attn_output.bias"
 
 _SHARED_GATE = "ffn_gate_inp_shexp.weight"
 
@@ -274,7 +282,11 @@ ARCHITECTURES = {
         table=(*_EMBEDDING, *_ATTENTION, *_FFN, *_EXPERTS, *_HEAD),
     ),
     "qwen2": Architecture(
-        config=lambda _: {"model_type": "qwen2"}, families=("qwen2",), keys=RMS_NORM, table=_LLAMA_LIKE
+        config=lambda _: {"model_type": "qwen2"},
+        families=("qwen2",),
+        keys=RMS_NORM,
+        square_heads=True,
+        table=_LLAMA_LIKE,
     ),
     "qwen2moe": Architecture(
         config=_qwen2_moe,
@@ -282,19 +294,37 @@ ARCHITECTURES = {
         families=("qwen2_moe",),
         keys=RMS_NORM,
         vectors=(_SHARED_GATE,),
+        head_apart=True,
+        square_heads=True,
         table=(*_EMBEDDING, *_ATTENTION, *_EXPERTS, *_SHARED_EXPERT, *_HEAD),
     ),
-    "qwen3": Architecture(config=_qwen3, families=("qwen3",), keys=RMS_NORM, table=_LLAMA_LIKE),
+    "qwen3": Architecture(config=_qwen3, families=("qwen3",), keys=RMS_NORM, unread=(_OUTPUT_BIAS,), table=_LLAMA_LIKE),
     "qwen3moe": Architecture(
-        config=_qwen3_moe, metadata=_wide_experts_of, families=("qwen3_moe",), keys=RMS_NORM, table=_LLAMA_LIKE_MOE
+        config=_qwen3_moe,
+        metadata=_wide_experts_of,
+        families=("qwen3_moe",),
+        keys=RMS_NORM,
+        unread=(_OUTPUT_BIAS,),
+        table=_LLAMA_LIKE_MOE,
     ),
-    "olmoe": Architecture(config=_olmoe, metadata=_of_olmoe, families=("olmoe",), keys=RMS_NORM, table=_LLAMA_LIKE_MOE),
+    "olmoe": Architecture(
+        config=_olmoe,
+        metadata=_of_olmoe,
+        families=("olmoe",),
+        keys=RMS_NORM,
+        head_apart=True,
+        square_heads=True,
+        unread=(_OUTPUT_BIAS,),
+        table=_LLAMA_LIKE_MOE,
+    ),
     "stablelm": Architecture(
         config=_stablelm,
         metadata=_of_stablelm,
         families=("stablelm",),
         keys=LAYER_NORM,
         partial=True,
+        head_apart=True,
+        square_heads=True,
         table=_LLAMA_LIKE,
     ),
     "phi2": Architecture(
@@ -302,6 +332,8 @@ ARCHITECTURES = {
         families=("phi",),
         keys=LAYER_NORM,
         partial=True,
+        head_apart=True,
+        square_heads=True,
         table=(
             *_EMBEDDING,
             *norm("blk.{i}.attn_norm", "layers/{i}/attention_norm"),

@@ -97,7 +97,7 @@ def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
 # The parameters of Llama 3.1 and all models after it; the tensor holds only the factors that follow from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-YARN = {
+_YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scaling.yarn_attn_factor": "attention_factor",
@@ -121,7 +121,7 @@ def _read_rope_scaling(
             "factor": metadata.number("rope.scaling.factor"),
             "original_max_position_embeddings": metadata.number("rope.scaling.original_context_length"),
         }
-        given = {theirs: metadata.get(key) for key, theirs in YARN.items()}
+        given = {theirs: metadata.get(key) for key, theirs in _YARN.items()}
         scaling |= {key: value for key, value in given.items() if value is not None}
     if factors is None:
         return scaling

@@ -1,6 +1,7 @@
 """The metadata that describe a model in a GGUF file, checked by reading them back."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.conversion.gguf.gguf_architectures import KEYS, ROPE_FACTORS, Architecture, architecture_for
-from moe_jax.conversion.gguf.gguf_config import YARN, hugging_face_config, llama3_factors
+from moe_jax.conversion.gguf.gguf_config import hugging_face_config, llama3_factors
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.hf_config import differences, read_hf_config, write_hf_config
 from moe_jax.conversion.tensors import TensorEntry
@@ -22,6 +23,7 @@ class Described(NamedTuple):
     Attributes:
       name: of the architecture.
       architecture: its description.
+      config: of the model as it is written.
       metadata: the keys of the architecture, whole, with the values that will be read.
       factors: the tensor `ROPE_FACTORS`, Float32[rotated / 2]; None: there is none.
       notes: lines about what llama.cpp does otherwise.
@@ -29,6 +31,7 @@ class Described(NamedTuple):
 
     name: str
     architecture: Architecture
+    config: ModelConfig
     metadata: dict[str, Any]
     factors: np.ndarray | None
     notes: list[str]
@@ -38,9 +41,30 @@ def described(config: ModelConfig) -> Described:
     """Returns the description of a model whose config is from `exported_config`.
 
     Raises:
-      InputError: if there is no architecture for its family, or none that scales its frequencies.
+      InputError: if there is no architecture for its family, or llama.cpp would not read such a model in it.
     """
     name, architecture = architecture_for(config)
+    attention, notes = config.layers[0].attention, []
+    if architecture.square_heads and attention.num_heads * attention.head_dim != config.d_model:
+        raise InputError(
+            f"llama.cpp reads no models of {name!r} whose heads are {attention.num_heads} x {attention.head_dim} and "
+            f"not {config.d_model} wide, as the model is; keep it as a checkpoint"
+        )
+    if architecture.head_apart and config.tie_embeddings:
+        config = dataclasses.replace(config, tie_embeddings=False)
+        notes.append(f"note: llama.cpp needs an output of its own in {name!r}: the embedding is written twice")
+    metadata, factors = _metadata_of(config, name, architecture)
+    window = metadata.get(f"{name}.attention.sliding_window")
+    if window is not None:
+        notes.append(f"note: llama.cpp reads no window of {name!r}: beyond {window:,} tokens it has other logits")
+    if f"{name}.attention.clamp_kqv" in metadata:
+        notes.append(f"note: llama.cpp does not clip queries, keys and values of {name!r}: it has other logits")
+    return Described(name, architecture, config, metadata, factors, notes)
+
+
+def _metadata_of(
+    config: ModelConfig, name: str, architecture: Architecture
+) -> tuple[dict[str, Any], np.ndarray | None]:
     keys = write_hf_config(config)
     attention = config.layers[0].attention
     # Of models with experts alone, no config.json says the width of an FFN, and llama.cpp reads one all the same.
@@ -57,21 +81,18 @@ def described(config: ModelConfig) -> Described:
     scaling, factors = _rope_scaling(config, attention.head_dim)
     if factors is not None and not architecture.scales_frequencies:
         raise InputError(
-            f"GGUF files of the architecture {name!r} have no rope scaling {config.rope.scaling!r}; keep the model as "
-            "a checkpoint"
+            f"llama.cpp reads no rope scaling {config.rope.scaling!r} of {name!r}; keep the model as a checkpoint"
         )
     found |= scaling | architecture.metadata(config, keys)
-    window = found.get("attention.sliding_window")
-    notes = [] if window is None else [
-        f"note: llama.cpp reads no window of {name!r}: a text of more than {window:,} tokens gets other logits there"
-    ]  # fmt: skip
-    return Described(
-        name, architecture, {f"{name}.{key}": _stored(value) for key, value in found.items()}, factors, notes
-    )
+    return {f"{name}.{key}": _stored(value) for key, value in found.items()}, factors
 
 
-def check_read_back(config: ModelConfig, described: Described, tensors: Mapping[str, tuple[int, ...]]) -> None:
+def check_read_back(described: Described, tensors: Mapping[str, tuple[int, ...]]) -> None:
     """Raises `InputError` unless a file with this description and these shapes of tensors is read as the same model."""
+    config = described.config
+    for name in tensors:
+        if name.endswith(described.architecture.unread):
+            raise InputError(f"llama.cpp reads no {name} of {described.name!r}; keep the model as a checkpoint")
     entries = {name: TensorEntry(Path(), PLAIN[0], shape, 0, None) for name, shape in tensors.items()}
     data = {"general.architecture": described.name, **described.metadata}
     written = read_hf_config(hugging_face_config(data, entries, described.factors))
@@ -97,7 +118,16 @@ def _stored(value: Any) -> Any:
 
 def _stored_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:
     fields = {field.name: _stored(getattr(rope, field.name)) for field in dataclasses.fields(rope)}
+    if _is_usual(rope):
+        fields["attention_factor"] = None
     return dataclasses.replace(rope, **(fields | {"fraction": int(head_dim * rope.fraction) / head_dim}))
+
+
+def _is_usual(rope: RopeConfig) -> bool:
+    """Whether the factor of cos and sin is that of YaRN's formula, which llama.cpp computes itself."""
+    if rope.scaling != "yarn" or rope.attention_factor is None:
+        return False
+    return math.isclose(rope.attention_factor, 0.1 * math.log(rope.factor) + 1.0, rel_tol=1e-6)
 
 
 def _rope_scaling(config: ModelConfig, head_dim: int) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -109,12 +139,12 @@ def _rope_scaling(config: ModelConfig, head_dim: int) -> tuple[dict[str, Any], n
     if rope.scaling == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}, None
     if rope.scaling == "yarn":
-        given = {key: getattr(rope, field) for key, field in YARN.items()}
         return {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rope.factor),
             "rope.scaling.original_context_length": rope.original_max_positions,
-            **{key: float(value) for key, value in given.items() if value is not None},
+            "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
         }, None
     if rope.scaling == "llama3":
         factors = llama3_factors(

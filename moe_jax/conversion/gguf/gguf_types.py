@@ -94,8 +94,7 @@ _RULES: dict[str, _Rules] = {
 # Attention is a small part of a model with eight experts.
 _EIGHT_EXPERTS = {"attn_v": "Q8_0", "attn_k": "Q8_0"}
 _WIDER_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M")
-# For rows that are multiples of 32 only. Files with the type that llama.cpp takes for the first two, IQ4_NL, are not
-# read here.
+# For rows that are multiples of 32 only.
 _SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+?)(?:_exps|_shexp)?\.weight")
 _OUTPUT, _EMBEDDING = "output.weight", "token_embd.weight"
@@ -176,7 +175,10 @@ def _type_in(name: str, mix: str, shape: tuple[int, ...], facts: Facts) -> str:
         if kind == "attn_output":
             return "Q5_K" if mix in _WIDER_OUTPUT else base
     rules = _RULES.get(mix, {}).get(kind, ())
-    return next((kind for is_there, kind in rules if is_there(layer, facts)), base)
+    chosen = next((kind for is_there, kind in rules if is_there(layer, facts)), base)
+    # Models of 70 billion parameters have small value projections, as eight queries share a key.
+    is_70b = facts.num_layers == 80 and facts.heads_per_kv_head > 1
+    return "Q5_K" if is_70b and kind == "attn_v" and chosen in ("Q3_K", "Q4_K") else chosen
 
 
 def said_of_fallbacks(planned: Mapping[str, Planned]) -> list[str]:

@@ -67,7 +67,7 @@ def export_gguf(
     check_beside(dst, [source.path])
     refuse_tuned(source)
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate", all_moe=True)
-    plan = _Plan.of(source, MergedModel(source, config), dst.stem, spec.gguf_type)
+    plan = _Plan.of(source, described(config), dst.stem, spec.gguf_type)
     sizes = {
         path: sum(plan.tensors[name].nbytes for name in {piece.tensor for piece in pieces})
         for path, pieces in plan.mapped.pieces.items()
@@ -93,15 +93,15 @@ class _Plan(NamedTuple):
     notes: list[str]
 
     @classmethod
-    def of(cls, source: ModelSource, model: MergedModel, name: str, mix: str | None) -> "_Plan":
-        config, stored = model.config, model.specs()
-        description = described(config)
-        architecture = description.architecture
+    def of(cls, source: ModelSource, description: Described, name: str, mix: str | None) -> "_Plan":
+        config, architecture = description.config, description.architecture
+        model = MergedModel(source, config)
+        stored = model.specs()
         # Experts are stacked; queries, keys and values have a tensor each.
         layout = FUSED if config.moe_layers else PER_EXPERT
         mapped = mapped_model(config, stored, layout, table=architecture.table)
         shapes = tensor_shapes(mapped.tensors, architecture, description.factors)
-        check_read_back(config, description, shapes)
+        check_read_back(description, shapes)
         own = {
             piece.tensor: DTYPE_NAMES[np.dtype(stored[path].dtype)]
             for path, pieces in mapped.pieces.items()
