@@ -10,7 +10,6 @@ from moe_jax.conversion.gguf.gguf_types import GGUF_TYPES, GGUFType
 from moe_jax.core.errors import InputError, check_member, flag_of
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
-from moe_jax.files.objects import is_in_bucket
 from moe_jax.files.storage_path import as_path
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -104,7 +103,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
 def check_gguf_name(dst: Path | str) -> None:
     """Raises `InputError` unless a GGUF file can be written under this name."""
     path = as_path(dst)
-    if is_in_bucket(dst):
+    if not path.renames:
         raise InputError(f"{dst}: GGUF files are written on a disk; write it there, and copy it to the bucket")
     if path.suffix.lower() != ".gguf":
         raise InputError(f"{dst}: --format gguf writes one file; call it NAME.gguf")

@@ -226,7 +226,7 @@ class Sized(Protocol):
 
 
 class TensorWriter(Protocol):
-    """What planned tensors are written with."""
+    """A file, or several, whose planned tensors are written run by run."""
 
     def write(self, name: str, offset: int, values: np.ndarray) -> int:
         """Writes a contiguous run of a tensor, from element `offset` on; returns the number of bytes that it took."""

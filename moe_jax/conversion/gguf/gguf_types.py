@@ -30,7 +30,7 @@ BLOCKS_BY_NAME = {blocks.name: blocks for blocks in BLOCKS.values()}
 
 
 class Facts(NamedTuple):
-    """What a mix depends on.
+    """Numbers of a model that a mix depends on.
 
     Attributes:
       num_layers: L.
