@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.gguf.gguf_architectures import EMBEDDING, KEYS, ROPE_FACTORS, Metadata, architecture_of
+from moe_jax.conversion.gguf.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.gguf_description import EMBEDDING, KEYS, ROPE_FACTORS, Metadata
 from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, raise_if_any, shown
 
