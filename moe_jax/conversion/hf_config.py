@@ -118,7 +118,7 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
       InputError: if the format cannot express the model.
     """
     written = _write(config)
-    lost = _differences(config, _read_back(config, written))
+    lost = differences(config, _read_back(config, written))
     raise_if_any(lost, f"the format of {config.family!r} cannot hold this model")
     if config.vision is None:
         return _merged(written, config.foreign)
@@ -149,7 +149,7 @@ def kept_keys(config: ModelConfig) -> set[str]:
 def inexpressible(config: ModelConfig) -> list[str]:
     """Returns a sentence for each thing that the family's format cannot express; none if `write_hf_config` succeeds."""
     try:
-        return _differences(config, _read_back(config, _write(config)))
+        return differences(config, _read_back(config, _write(config)))
     except InputError as error:
         return [str(error)]
 
@@ -267,7 +267,7 @@ def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Returns what a config lost by being written, a sentence per field; layers with equal losses share a sentence."""
     found = _fields_that_differ("", ours, theirs)
     by_loss: dict[str, list[int]] = {}

@@ -32,15 +32,18 @@ from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEC
 # A shared expert of zeros may be as narrow as possible.
 NARROWEST = 1
 
+_EMBEDDING, _HEAD = "embed/embedding", "lm_head/kernel"
 
-def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
+
+def exported_config(config: ModelConfig, *, replicate_dense: bool, all_moe: bool = False) -> ModelConfig:
     """Returns the config of a model after merging, in the family whose format can hold it.
 
     A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
     MoE layers the model moves to the first of the family's `moe_formats` that can hold it; if that has no dense layers,
     they become MoEs of equal experts, if `replicate_dense`. Merged experts are repeated, one for each output of the
     router. Narrower experts, and universal FFNs, are padded to the largest width in any layer with zero neurons, which
-    add nothing because act(0) = 0.
+    add nothing because act(0) = 0. With `all_moe`, the format is written without dense layers beside MoEs, even if it
+    could have them.
 
     Raises:
       InputError: if no format holds the model.
@@ -50,13 +53,13 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
         return config
     family = family_named(config.family)
     if family.holds_experts:
-        held = _in_form_of(config, family, replicate_dense=replicate_dense)
+        held = _in_form_of(config, family, replicate_dense=replicate_dense, all_moe=all_moe)
         write_hf_config(held)
         return held
     refusals: list[tuple[bool, int, str, list[str]]] = []  # whether its form is impossible, how much, the format, why
     for name in family.moe_formats:
         try:
-            held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense)
+            held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense, all_moe=all_moe)
         except InputError as error:
             refusals.append((True, 1, name, [str(error)]))
             continue
@@ -75,10 +78,11 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
     )
 
 
-def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -> ModelConfig:
+def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool, all_moe: bool) -> ModelConfig:
     """Converts the model to the form of a format; raises `InputError` if dense layers cannot, or must not, be MoEs."""
     moes = [config.moe(i) for i in config.moe_layers]
-    dense = [] if family.holds_dense_layers else [i for i in range(config.num_layers) if i not in config.moe_layers]
+    holds_dense = family.holds_dense_layers and not all_moe
+    dense = [] if holds_dense else [i for i in range(config.num_layers) if i not in config.moe_layers]
     if dense and not replicate_dense:
         raise InputError(
             f"the format of {family.name!r} needs an MoE in every layer, but {len(dense)} of {config.num_layers} "
@@ -226,6 +230,8 @@ class MergedModel:
             yield None, self._universal(path)
         elif path in self._stored:
             yield None, self._source.read(path)
+        elif path == _HEAD:  # of a format that has one for models that tie it, too
+            yield None, self._source.read(_EMBEDDING).T
         else:
             # Zeros do for a router among equal experts, and for the gate of a universal FFN of constant weight.
             yield None, self._zeros(path)
@@ -305,6 +311,7 @@ class MergedModel:
             path.replace("/universal/", "/experts/"),
             path.replace("/universal/", "/experts/base/"),
             f"{path.partition('/mlp/')[0]}/attention_norm/scale",
+            _EMBEDDING,  # for the head
         )
         return np.dtype(next(self._stored[leaf].dtype for leaf in like if leaf in self._stored))
 

@@ -159,13 +159,14 @@ class ShardWriter(contextlib.AbstractContextManager):
         self._plan = plan_shards(tensors, max_bytes)
         self._file_of = {name: file for file, names in self._plan.items() for name in names}
 
-    def write(self, name: str, offset: int, values: np.ndarray) -> None:
+    def write(self, name: str, offset: int, values: np.ndarray) -> int:
         """Writes a contiguous run of a tensor, from element `offset` on, with values in the tensor's dtype.
 
-        Safe to call from several threads for different runs.
+        Safe to call from several threads for different runs. Returns the number of bytes that it took.
         """
         assert values.dtype == STORED_DTYPES[self._tensors[name].dtype] and values.flags.c_contiguous
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
+        return values.nbytes
 
     @abc.abstractmethod
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:

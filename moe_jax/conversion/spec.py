@@ -6,9 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from moe_jax.core.errors import InputError, flag_of, shown
+from moe_jax.conversion.gguf.gguf_types import GGUF_TYPES, GGUFType
+from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
+from moe_jax.files.storage_path import as_path
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Code = Literal["4", "8", "fp8", "fp8-block", "nvfp4", "mxfp4"]
@@ -67,9 +69,12 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     dense_layers: Literal["replicate", "refuse"] = "replicate"
     """If a format needs an MoE in every layer: store a dense layer as equal experts (replicate); or take another format
     that holds the model, or stop (refuse)."""
-    format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint"
-    """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or the LoRA of
-    an adapter directory, for the PEFT library."""
+    format: Literal["checkpoint", "compressed-tensors", "gguf", "peft"] = "checkpoint"
+    """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; a GGUF file of
+    the whole model, which llama.cpp loads; or the LoRA of an adapter directory, for the PEFT library."""
+    gguf_type: Annotated[GGUFType | None, Shown("TYPE", "F32, F16 or BF16, as the matrices are", str | None)] = None
+    """With `format` gguf: F32, F16 or BF16; Q8_0, Q6_K, Q5_1, Q5_0, Q4_1, Q4_0 or Q2_K; or a mix of several, Q5_K_M,
+    Q5_K_S, Q4_K_M, Q4_K_S, Q3_K_L, Q3_K_M or Q3_K_S. Norms, biases and routers are always F32."""
     bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "those that the experts have, or 4", str | None)] = None
     """With `format` compressed-tensors: numbers that experts are stored in: whole ones of 4 or 8 bits, FP8 with a scale
     for every output (fp8) or for 128 x 128 (fp8-block), NVFP4 or MXFP4. Experts that are such codes already keep
@@ -103,9 +108,16 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         given = [flag_of(name) for name, default in others.items() if getattr(self, name) != default]
         if self.format == "peft" and given:
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
+        if self.gguf_type is not None:
+            if self.format != "gguf":
+                raise InputError("--gguf-type: only with --format gguf")
+            check_member("--gguf-type", self.gguf_type, GGUF_TYPES)
+        not_in_gguf = [name for name in ("dtype", "expert_layout", "max_shard_size") if flag_of(name) in given]
+        if self.format == "gguf" and not_in_gguf:
+            raise InputError(f"{', '.join(map(flag_of, not_in_gguf))}: does not go with --format gguf; see --gguf-type")
         of_codes = ("bits", "parts", "attention_bits", "dense_bits", "head_bits", "group_size")
         given = [flag_of(name) for name in of_codes if getattr(self, name) != others[name]]
-        if self.format == "checkpoint" and given:
+        if self.format in ("checkpoint", "gguf") and given:
             raise InputError(f"{', '.join(given)}: only with --format compressed-tensors")
         for name in ("bits", "attention_bits", "dense_bits", "head_bits"):
             value = getattr(self, name)
@@ -115,3 +127,12 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             raise InputError(f"--group-size {self.group_size} must be a multiple of 8")
         if self.max_shard_size is not None:
             parse_bytes(self.max_shard_size, flag="--max-shard-size")
+
+
+def check_gguf_name(dst: Path | str) -> None:
+    """Raises `InputError` unless a GGUF file can be written under this name."""
+    path = as_path(dst)
+    if not path.renames:
+        raise InputError(f"{dst}: GGUF files are written on a disk; write it there, and copy it to the bucket")
+    if path.suffix.lower() != ".gguf":
+        raise InputError(f"{dst}: --format gguf writes one file; call it NAME.gguf")

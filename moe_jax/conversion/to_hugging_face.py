@@ -4,11 +4,11 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from moe_jax.conversion.hf_format import MergedModel, exported_config, print_cha
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
+from moe_jax.conversion.safetensors_file import PlannedTensor, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping
 from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
@@ -78,8 +78,7 @@ def export(
     max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
     (refuse_existing if dry_run else check_target)(dst, buckets=True)
     check_beside(dst, [source.path])
-    if is_tuned(source.config):
-        raise InputError(_what_to_do(source))
+    refuse_tuned(source)
 
     # Checks, before anything is read, that there is a format that can hold this model.
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate")
@@ -128,7 +127,7 @@ def export(
             }
             copy_tokenizer_files(files, folder)
             with shard_writer(work, tensors, max_bytes) as writer:
-                writing = _Writing(
+                writing = LeafWriting(
                     model=model,
                     mapped=mapped,
                     specs=specs,
@@ -189,8 +188,13 @@ def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
     return None if file is None else Tokenizer(file, source.config)
 
 
+def refuse_tuned(source: ModelSource) -> None:
+    """Raises `InputError` for a model that no checkpoint holds as it is; it says which ways out are open to it."""
+    if is_tuned(source.config):
+        raise InputError(_what_to_do(source))
+
+
 def _what_to_do(source: ModelSource) -> str:
-    """Returns why a tuned model has no checkpoint, with the ways out that are open to it."""
     if kinds := kinds_without_place(source.config):
         folds = any("/lora/" in path or "/nf4/" in path for path in source.specs())
         rest = " (moe-jax merge --partly folds the LoRA and NF4 kernels beside them)" if folds else ""
@@ -213,18 +217,56 @@ def _generation_settings(source: ModelSource) -> dict[str, Any] | None:
     return None
 
 
+class Sized(Protocol):
+    """A planned tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in its file."""
+        ...
+
+
+class TensorWriter(Protocol):
+    """A file, or several, whose planned tensors are written run by run."""
+
+    def write(self, name: str, offset: int, values: np.ndarray) -> int:
+        """Writes a contiguous run of a tensor, from element `offset` on; returns the number of bytes that it took."""
+        ...
+
+    def sync(self) -> bool:
+        """Waits until the written bytes are safe, if that is possible yet; returns whether all of them are."""
+        ...
+
+    def are_kept(self, names: Iterable[str]) -> bool:
+        """Whether an interrupted command is known to have written all of these tensors."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Writing:
-    """The writing of a model's tensors, leaf by leaf."""
+class LeafWriting:
+    """The writing of a model's tensors, leaf by leaf.
+
+    Attributes:
+      model: whose leaves are written.
+      mapped: the pieces of its leaves.
+      specs: shapes of the leaves, and the dtypes in which the writer takes them.
+      tensors: what is planned, by name.
+      writer: writes runs of tensors.
+      progress: advances by the bytes that were written.
+      packing: how experts are put in codes; None: they are not.
+      allow_nonfinite: whether NaN and infinity may be written.
+      orders: for tensors whose rows are in another order than the leaf's, the leaf's row of each.
+    """
 
     model: MergedModel
     mapped: Mapped
     specs: Mapping[str, jax.ShapeDtypeStruct]
-    tensors: Mapping[str, PlannedTensor]
-    writer: ShardWriter
+    tensors: Mapping[str, Sized]
+    writer: TensorWriter
     progress: ByteProgress
     packing: Packing | None
     allow_nonfinite: bool
+    orders: Mapping[str, np.ndarray] = field(default_factory=dict)
     errors: CodingErrors = field(default_factory=CodingErrors)
 
     def write_layers(self, work: Workplace | RemoteWork) -> None:
@@ -253,8 +295,8 @@ class _Writing:
         for expert, tensors in self._in_codes(path, packing):
             piece = by_expert.pop(expert)
             for ending, values in tensors.items():
-                self.writer.write(f"{piece.tensor}{ending}", 0, np.ascontiguousarray(values))
-                self.progress.advance(values.nbytes)
+                contiguous = np.ascontiguousarray(values)
+                self.progress.advance(self.writer.write(f"{piece.tensor}{ending}", 0, contiguous))
         assert not by_expert, (path, by_expert)
 
     def _in_codes(self, path: str, packing: Packing) -> Iterator[tuple[int | None, dict[str, np.ndarray]]]:
@@ -307,15 +349,17 @@ class _Writing:
     def _write_rows(self, part: np.ndarray, piece: Piece, rows: tuple[int, int], dtype: np.dtype) -> None:
         """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
         start, stop = rows
+        order = self.orders.get(piece.tensor)
+        chosen = slice(start, stop) if order is None else order[start:stop]
         with np.errstate(all="ignore"):  # numbers that are not finite were found before, or are allowed
-            cut = (part[:, start:stop] if piece.transpose else part[start:stop]).astype(dtype, copy=False)
+            cut = (part[:, chosen] if piece.transpose else part[chosen]).astype(dtype, copy=False)
         if piece.transpose:
             values = np.empty(cut.shape[::-1], dtype)
             copy_transposed(cut, values)
         else:
             values = np.ascontiguousarray(cut)
-        self.writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
-        self.progress.advance(values.nbytes)
+        offset = piece.offset + start * math.prod(piece.shape[1:])
+        self.progress.advance(self.writer.write(piece.tensor, offset, values))
 
 
 def _tensors_of(path: str, mapped: Mapped, packing: Packing | None) -> Iterator[str]:
