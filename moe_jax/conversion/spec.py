@@ -75,6 +75,9 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     gguf_type: Annotated[GGUFType | None, Shown("TYPE", "F32, F16 or BF16, as the matrices are", str | None)] = None
     """With `format` gguf: F32, F16 or BF16; Q8_0, Q6_K, Q5_1, Q5_0, Q4_1, Q4_0 or Q2_K; or a mix of several, Q5_K_M,
     Q5_K_S, Q4_K_M, Q4_K_S, Q3_K_L, Q3_K_M or Q3_K_S. Norms, biases and routers are always F32."""
+    imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
+    """With `format` gguf: a file of llama.cpp's llama-imatrix for this model, which says how much the inputs of every
+    matrix count when it is rounded to a K-quant."""
     bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "those that the experts have, or 4", str | None)] = None
     """With `format` compressed-tensors: numbers that experts are stored in: whole ones of 4 or 8 bits, FP8 with a scale
     for every output (fp8) or for 128 x 128 (fp8-block), NVFP4 or MXFP4. Experts that are such codes already keep
@@ -108,9 +111,10 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         given = [flag_of(name) for name, default in others.items() if getattr(self, name) != default]
         if self.format == "peft" and given:
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
+        of_gguf = [flag_of(name) for name in ("gguf_type", "imatrix") if getattr(self, name) is not None]
+        if self.format != "gguf" and of_gguf:
+            raise InputError(f"{', '.join(of_gguf)}: only with --format gguf")
         if self.gguf_type is not None:
-            if self.format != "gguf":
-                raise InputError("--gguf-type: only with --format gguf")
             check_member("--gguf-type", self.gguf_type, GGUF_TYPES)
         not_in_gguf = [name for name in ("dtype", "expert_layout", "max_shard_size") if flag_of(name) in given]
         if self.format == "gguf" and not_in_gguf:

@@ -23,9 +23,15 @@ _WITH_MINIMA = ("Q4_1", "Q5_1")
 class GGUFFile(contextlib.AbstractContextManager):
     """Writes a planned file; what was written to an existing one of the same plan stays. A context manager."""
 
-    def __init__(self, path: Path, header: bytes, tensors: Mapping[str, Planned]):
-        """Touches nothing yet; the `header` is from `header_of`, for the same tensors."""
-        self._path, self._header, self._tensors = path, header, tensors
+    def __init__(
+        self,
+        path: Path,
+        header: bytes,
+        tensors: Mapping[str, Planned],
+        importance: Mapping[str, np.ndarray] = {},
+    ):
+        """Touches nothing yet; the `header` is from `header_of`, for the same tensors; `importance` from `imatrix`."""
+        self._path, self._header, self._tensors, self._importance = path, header, tensors, importance
         self._starts: dict[str, int] = {}
         position = _aligned(len(header))
         for name, tensor in tensors.items():
@@ -60,12 +66,18 @@ class GGUFFile(contextlib.AbstractContextManager):
             content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         else:
             try:
-                content = quantized(values.reshape(-1, tensor.shape[-1]), tensor.kind).reshape(-1)
+                rows = values.reshape(-1, tensor.shape[-1])
+                content = quantized(rows, tensor.kind, self._importance_of(name, offset)).reshape(-1)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
         assert content.size == tensor.stored_bytes(values.size), (name, content.size)
         self._write_at(self._starts[name] + tensor.stored_bytes(offset), content)
         return content.size
+
+    def _importance_of(self, name: str, offset: int) -> np.ndarray | None:
+        """The importance of the columns of the matrix that an element belongs to; None: it is not known."""
+        importance, shape = self._importance.get(name), self._tensors[name].shape
+        return None if importance is None else importance[offset // math.prod(shape[-2:])]
 
     def sync(self) -> bool:
         """Waits until the written bytes are on disk."""

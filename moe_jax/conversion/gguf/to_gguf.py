@@ -18,6 +18,8 @@ from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.gguf.gguf_metadata import Described, check_read_back, described, row_orders, tensor_shapes
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.gguf.gguf_types import FILE_TYPES, GGUF_TYPES, Facts, Planned, planned_tensor, said_of_fallbacks
+from moe_jax.conversion.gguf.imatrix import read_imatrix
+from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS
 from moe_jax.conversion.gguf.tokenizer_keys import tokenizer_keys
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.model_table import mapped as mapped_model
@@ -30,6 +32,7 @@ from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.file_work import FileWorkplace
 from moe_jax.files.staging import check_beside, check_target, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
@@ -75,10 +78,16 @@ def export_gguf(
     print_changes(source.config, config, sizes, console)
     for line in (*plan.notes, *said_of_fallbacks(plan.tensors)):
         console.print(line, markup=False)
+    importance: dict[str, np.ndarray] = {}
+    if spec.imatrix is not None:
+        importance = read_imatrix(spec.imatrix, {name: tensor.shape for name, tensor in plan.tensors.items()})
+        coded = [name for name, tensor in plan.tensors.items() if tensor.kind in K_LAYOUTS]
+        known = sum(name in importance for name in coded)
+        console.print(f"importance of inputs: known for {known} of {len(coded)} matrices in K-quants", markup=False)
     if dry_run:
         _print_tensors(plan.tensors, console)
         return
-    _write(source, dst, spec, plan, console)
+    _write(source, dst, spec, plan, importance, console)
 
 
 class _Plan(NamedTuple):
@@ -154,15 +163,24 @@ def _ends(source: ModelSource) -> tuple[int, ...]:
     return source.config.eos_ids
 
 
-def _write(source: ModelSource, dst: Path, spec: ExportSpec, plan: _Plan, console: Console) -> None:
+def _write(
+    source: ModelSource,
+    dst: Path,
+    spec: ExportSpec,
+    plan: _Plan,
+    importance: Mapping[str, np.ndarray],
+    console: Console,
+) -> None:
     total = sum(tensor.nbytes for tensor in plan.tensors.values())
     header = header_of(plan.description.name, plan.metadata, plan.tensors)
     require_space(dst, total + len(header))
     options = {name: getattr(spec, name) for name in ("gguf_type", "dense_layers", "allow_nonfinite")}
+    if spec.imatrix is not None:
+        options |= {"imatrix": fingerprint_files([as_path(spec.imatrix)])}
     job = job_of([*source.lineage, new_lineage_entry("export", {"format": "gguf", **options}, [source])])
     with ByteProgress(console, "exporting", total) as progress:
         with FileWorkplace(dst, job) as work:
-            with GGUFFile(work.file, header, plan.tensors) as file:
+            with GGUFFile(work.file, header, plan.tensors, importance) as file:
                 if plan.description.factors is not None:
                     progress.advance(file.write(ROPE_FACTORS, 0, plan.description.factors))
                 writing = LeafWriting(
