@@ -11,6 +11,7 @@ from moe_jax.conversion.tensors import CodedRows, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError
 
 WORD = 32  # bits
+_UNSET = -1  # what the groups of columns are before a calibration orders them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,9 +73,12 @@ class IntegerRows(CodedRows):
 
     def _groups(self, read: ReadRows) -> np.ndarray:
         """The group of every column."""
+        in_order = np.arange(self.columns) // self.block[1]
         if self.groups is None:
-            return np.arange(self.columns) // self.block[1]
+            return in_order
         groups = read(self.groups, 0, 1)[0]
+        if (groups == _UNSET).all():
+            return in_order
         count = self.scales.shape[-1]
         if groups.size and (groups.min() < 0 or groups.max() >= count):
             raise InputError(

@@ -105,7 +105,11 @@ def test_columns_in_groups_of_any_order(symmetric, tmp_path):
         f"{WEIGHT}_packed": pack_to_int32(whole[WEIGHT][:, order].contiguous(), 4),
         f"{WEIGHT}_g_idx": (order // 16).to(torch.int32),
     }
-    assert_decoded(tmp_path, packed, settings(group(LINEAR, "pack-quantized", **args)), {WEIGHT: values[:, order]})
+    config = settings(group(LINEAR, "pack-quantized", **args))
+    assert_decoded(tmp_path, packed, config, {WEIGHT: values[:, order]})
+    ordered, _ = in_codes("pack-quantized", **args)(WEIGHT, drawn(40, 48))
+    unset = {f"{WEIGHT}_g_idx": torch.full((48,), -1, dtype=torch.int32)}
+    assert_decoded(tmp_path, ordered | unset, config, {WEIGHT: values})
 
 
 # --- groups of the config -------------------------------------------------------------------------
@@ -136,7 +140,10 @@ def test_every_group_has_its_own_bits(tmp_path):
 def test_what_is_not_for_weights_is_left_out(tmp_path):
     args = {"num_bits": 8, "type": "float", **EVERY}
     stored, values = in_codes("float-quantized", **args)(WEIGHT, drawn(40, 48))
-    stored |= {WEIGHT.replace("weight", "input_scale"): torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    stored |= {
+        WEIGHT.replace("weight", "input_scale"): torch.ones(1),
+        "model.layers.0.self_attn.k_scale": torch.ones(1),
+    }
     one = group(LINEAR, "float-quantized", **args)
     activations = {"targets": ["re:.*attn"], "weights": None, "input_activations": one["weights"]}
     config = settings(one, transform_config={}, sparsity_config={"format": "dense"}, version="0.20.1")
@@ -212,7 +219,10 @@ def test_our_own_export_is_read_back(bits, dtype, tmp_path):
     moe_jax.compress(model, small, method="quantize", bits=bits, group_size=16, levels="even")
     moe_jax.export(small, tmp_path / "packed", format="compressed-tensors")
     moe_jax.export(small, tmp_path / "whole")
-    packed, whole = leaves_of(tmp_path / "packed", tmp_path / "ours"), leaves_of(tmp_path / "whole", tmp_path / "theirs")
+    packed, whole = (
+        leaves_of(tmp_path / "packed", tmp_path / "ours"),
+        leaves_of(tmp_path / "whole", tmp_path / "theirs"),
+    )
     assert packed.keys() == whole.keys()
     for path, values in whole.items():
         # What is decoded is float32, and is rounded to the dtype of the model where it is exported whole.
