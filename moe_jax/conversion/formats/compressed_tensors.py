@@ -4,8 +4,8 @@ What a matrix [out, in] of a module is stored as, its tensors say:
 
 - `weight_packed` int32: integers of 1 to 8 bits, packed along a row without gaps; `weight_shape`; `weight_scale`; and,
   if they are not symmetric, `weight_zero_point`, packed along a column. `weight_g_idx` has the group of every column.
-- `weight_packed` uint8: numbers of four bits, NVFP4 with a `weight_global_scale` by which `weight_scale` is divided,
-  or else MXFP4.
+- `weight_packed` uint8: numbers of four bits. In MXFP4, `weight_scale` is a power of two; in NVFP4, it is in e4m3, and
+  is divided by `weight_global_scale`.
 - `weight` in int8 or FP8, and `weight_scale`.
 
 Bits, and the entries that share a scale, are in the `config_groups` of config.json.
@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from moe_jax.conversion.formats.config_groups import DENSE, ConfigGroup, group_for, read_groups
-from moe_jax.conversion.formats.fp4 import mxfp4_matrix, nvfp4_matrix
+from moe_jax.conversion.formats.fp4 import EXPONENTS, mxfp4_matrix, nvfp4_matrix
 from moe_jax.conversion.formats.fp8 import FP8_DTYPES, fp8_matrix
 from moe_jax.conversion.formats.integer_rows import WORD, IntegerRows
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, QuantizationKeys, QuantizedFormat, grid_shape
@@ -48,9 +48,11 @@ class CompressedTensors(QuantizedFormat):
             module, _, part = name.rpartition(".")
             matrix = CodedMatrix(module + _WEIGHT, tensors)
             if part == "weight_packed" and entry.dtype == "U8":
-                whole = f"{matrix.name}_global_scale"
-                nv = matrix.has(whole)
-                yield nvfp4_matrix(matrix, name, whole, divides=True) if nv else mxfp4_matrix(matrix, name)
+                scales = tensors.get(f"{matrix.name}_scale")
+                if scales is not None and scales.dtype in EXPONENTS:
+                    yield mxfp4_matrix(matrix, name)
+                else:
+                    yield nvfp4_matrix(matrix, name, f"{matrix.name}_global_scale", divides=True)
             elif part == "weight_packed":
                 yield self._packed(matrix, module, files)
             elif part == "weight" and entry.dtype == "I8":

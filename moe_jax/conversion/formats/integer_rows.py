@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from moe_jax.conversion.formats.fp8 import as_float32
-from moe_jax.conversion.formats.quantized_format import finite_scales, scale_blocks
+from moe_jax.conversion.formats.quantized_format import finite_scales, scale_blocks, shift_blocks
 from moe_jax.conversion.tensors import CodedRows, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError
 
@@ -44,17 +44,16 @@ class IntegerRows(CodedRows):
         values = as_float32(unpacked(codes, self.bits, self.columns) if self.codes.dtype == "I32" else codes)
         scales = finite_scales(self._of_rows(read, self.scales, start, stop), f"{self.name}_scale")
         zeros = None if self.zeros is None else self._zeros(read, self.zeros, start, stop)
-        groups = self._groups(read)
+        groups, width = self._groups(read, scales.shape[1]), self.block[1]
+        if groups is not None:
+            scales, zeros, width = scales[:, groups], None if zeros is None else zeros[:, groups], 1
         if zeros is not None:
-            values -= zeros[:, groups]
-        if self.groups is None:
-            scale_blocks(values, scales, self.block[1])
-        else:
-            scale_blocks(values, scales[:, groups], 1)
+            shift_blocks(values, zeros, width)
+        scale_blocks(values, scales, width)
         return values
 
     def _of_rows(self, read: ReadRows, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
-        """What is stored for the blocks of some rows, [rows, groups]; [1, 1] if it is the same for all."""
+        """Returns what is stored for the blocks of some rows, [rows, groups]; [1, 1] if it is the same for all."""
         if len(entry.shape) < 2:
             return read(entry, 0, 1)
         places = np.arange(start, stop) // self.block[0]
@@ -71,16 +70,14 @@ class IntegerRows(CodedRows):
         codes = unpacked(np.ascontiguousarray(words.T), self.bits, stop - first)
         return as_float32(codes[:, start - first :].T)
 
-    def _groups(self, read: ReadRows) -> np.ndarray:
-        """The group of every column."""
-        in_order = np.arange(self.columns) // self.block[1]
+    def _groups(self, read: ReadRows, count: int) -> np.ndarray | None:
+        """Returns the group of every column, of so many; None: they are in order."""
         if self.groups is None:
-            return in_order
+            return None
         groups = read(self.groups, 0, 1)[0]
         if (groups == _UNSET).all():
-            return in_order
-        count = self.scales.shape[-1]
-        if groups.size and (groups.min() < 0 or groups.max() >= count):
+            return None
+        if groups.min() < 0 or groups.max() >= count:
             raise InputError(
                 f"{self.name}_g_idx names groups from {groups.min()} to {groups.max()}, expected 0 to {count - 1}; "
                 "fetch the checkpoint again"
