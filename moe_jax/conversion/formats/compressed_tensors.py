@@ -58,16 +58,16 @@ class CompressedTensors(QuantizedFormat):
             elif part == "weight" and entry.dtype == "I8":
                 yield self._integers(matrix, module, matrix.take(name, "I8"), entry.shape)
             elif part == "weight" and entry.dtype in FP8_DTYPES:
-                group = self._group(module, "float")
+                group = group_for(module, [group for group in self.groups if (group.kind, group.bits) == ("float", 8)])
                 yield fp8_matrix(matrix, None if group is None else group.block)
             elif part == "weight_scale" and matrix.has(matrix.name) and tensors[matrix.name].dtype in DTYPES:
                 yield self._dense(matrix, module)
 
-    def _group(self, module: str, kind: str) -> ConfigGroup | None:
-        return group_for(module, [group for group in self.groups if group.kind == kind])
+    def _group_of_integers(self, module: str) -> ConfigGroup | None:
+        return group_for(module, [group for group in self.groups if group.kind == "int"])
 
     def _packed(self, matrix: CodedMatrix, module: str, files: TensorFiles) -> CodedMatrix:
-        group = self._group(module, "int")
+        group = self._group_of_integers(module)
         if group is None:
             raise InputError(
                 f"config.json: no group of 'config_groups' has the integers of {matrix.name}; fetch it again"
@@ -87,7 +87,7 @@ class CompressedTensors(QuantizedFormat):
         """Returns a matrix of integers with its scales, its zero points, and the groups of its columns."""
         if len(shape) != 2:
             raise InputError(f"{matrix.name} has shape {shown(list(shape))}, expected a matrix of integers")
-        group = self._group(module, "int")
+        group = self._group_of_integers(module)
         block = (group and group.block) or (1, max(1, shape[1]))
         grid = grid_shape(shape, block)
         bits = 8 if group is None else group.bits
@@ -97,11 +97,8 @@ class CompressedTensors(QuantizedFormat):
         take = matrix.find if group is None or group.is_symmetric else matrix.take
         packed = (math.ceil(shape[0] * bits / WORD), grid[1])
         is_packed = codes.dtype == "I32" and scales.shape == grid
-        zeros = take(
-            f"{matrix.name}_zero_point",
-            "I32" if is_packed else "I8",
-            shape=[packed if is_packed else scales.shape],
-        )
+        dtype, expected = ("I32", packed) if is_packed else ("I8", scales.shape)
+        zeros = take(f"{matrix.name}_zero_point", dtype, shape=[expected])
         rows = IntegerRows(
             name=matrix.name,
             codes=codes,

@@ -137,6 +137,14 @@ def test_every_group_has_its_own_bits(tmp_path):
     assert_decoded(tmp_path, stored | plain, settings(*groups), expected | plain)
 
 
+def test_groups_of_other_numbers_do_not_count(tmp_path):
+    """All in FP8 are of one group, whatever it is for, beside one of a class whose numbers have four bits."""
+    wide, narrow = {"num_bits": 8, "type": "float", **BLOCK}, NVFP4
+    stored, values = in_codes("float-quantized", **wide)(WEIGHT, drawn(40, 48))
+    groups = group(LINEAR, "nvfp4-pack-quantized", **narrow), group(["re:other"], "float-quantized", **wide)
+    assert_decoded(tmp_path, stored, settings(*groups), {WEIGHT: values})
+
+
 def test_what_is_not_for_weights_is_left_out(tmp_path):
     args = {"num_bits": 8, "type": "float", **EVERY}
     stored, values = in_codes("float-quantized", **args)(WEIGHT, drawn(40, 48))
