@@ -4,8 +4,8 @@ What a matrix [out, in] of a module is stored as, its tensors say:
 
 - `weight_packed` int32: integers of 1 to 8 bits, packed along a row without gaps; `weight_shape`; `weight_scale`; and,
   if they are not symmetric, `weight_zero_point`, packed along a column. `weight_g_idx` has the group of every column.
-- `weight_packed` uint8: numbers of four bits, NVFP4 with a `weight_global_scale` by which `weight_scale` is divided,
-  or else MXFP4.
+- `weight_packed` uint8: numbers of four bits. In MXFP4, `weight_scale` is a power of two; in NVFP4, it is in e4m3, and
+  is divided by `weight_global_scale`.
 - `weight` in int8 or FP8, and `weight_scale`.
 
 Bits, and the entries that share a scale, are in the `config_groups` of config.json.
@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from moe_jax.conversion.formats.config_groups import DENSE, ConfigGroup, group_for, read_groups
-from moe_jax.conversion.formats.fp4 import mxfp4_matrix, nvfp4_matrix
+from moe_jax.conversion.formats.fp4 import EXPONENTS, mxfp4_matrix, nvfp4_matrix
 from moe_jax.conversion.formats.fp8 import FP8_DTYPES, fp8_matrix
 from moe_jax.conversion.formats.integer_rows import WORD, IntegerRows
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, QuantizationKeys, QuantizedFormat, grid_shape
@@ -45,24 +45,26 @@ class CompressedTensors(QuantizedFormat):
             module, _, part = name.rpartition(".")
             matrix = CodedMatrix(module + _WEIGHT, tensors)
             if part == "weight_packed" and entry.dtype == "U8":
-                whole = f"{matrix.name}_global_scale"
-                nv = matrix.has(whole)
-                yield nvfp4_matrix(matrix, name, whole, divides=True) if nv else mxfp4_matrix(matrix, name)
+                scales = tensors.get(f"{matrix.name}_scale")
+                if scales is not None and scales.dtype in EXPONENTS:
+                    yield mxfp4_matrix(matrix, name)
+                else:
+                    yield nvfp4_matrix(matrix, name, f"{matrix.name}_global_scale", divides=True)
             elif part == "weight_packed":
                 yield self._packed(matrix, module, files)
             elif part == "weight" and entry.dtype == "I8":
                 yield self._integers(matrix, module, matrix.take(name, "I8"), entry.shape)
             elif part == "weight" and entry.dtype in FP8_DTYPES:
-                group = self._group(module, "float")
+                group = group_for(module, [group for group in self.groups if (group.kind, group.bits) == ("float", 8)])
                 yield fp8_matrix(matrix, None if group is None else group.block)
             elif part == "weight_scale" and matrix.has(matrix.name) and tensors[matrix.name].dtype in DTYPES:
                 yield self._dense(matrix, module)
 
-    def _group(self, module: str, kind: str) -> ConfigGroup | None:
-        return group_for(module, [group for group in self.groups if group.kind == kind])
+    def _group_of_integers(self, module: str) -> ConfigGroup | None:
+        return group_for(module, [group for group in self.groups if group.kind == "int"])
 
     def _packed(self, matrix: CodedMatrix, module: str, files: TensorFiles) -> CodedMatrix:
-        group = self._group(module, "int")
+        group = self._group_of_integers(module)
         if group is None:
             raise InputError(
                 f"config.json: no group of 'config_groups' has the integers of {matrix.name}; fetch it again"
@@ -82,7 +84,7 @@ class CompressedTensors(QuantizedFormat):
         """Returns a matrix of integers with its scales, its zero points, and the groups of its columns."""
         if len(shape) != 2:
             raise InputError(f"{matrix.name} has shape {shown(list(shape))}, expected a matrix of integers")
-        group = self._group(module, "int")
+        group = self._group_of_integers(module)
         block = (group and group.block) or (1, max(1, shape[1]))
         grid = grid_shape(shape, block)
         bits = 8 if group is None else group.bits
@@ -92,11 +94,8 @@ class CompressedTensors(QuantizedFormat):
         take = matrix.find if group is None or group.is_symmetric else matrix.take
         packed = (math.ceil(shape[0] * bits / WORD), grid[1])
         is_packed = codes.dtype == "I32" and scales.shape == grid
-        zeros = take(
-            f"{matrix.name}_zero_point",
-            "I32" if is_packed else "I8",
-            shape=[packed if is_packed else scales.shape],
-        )
+        dtype, expected = ("I32", packed) if is_packed else ("I8", scales.shape)
+        zeros = take(f"{matrix.name}_zero_point", dtype, shape=[expected])
         rows = IntegerRows(
             name=matrix.name,
             codes=codes,

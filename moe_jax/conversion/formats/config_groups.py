@@ -11,7 +11,7 @@ from moe_jax.core.errors import InputError, shown
 DENSE = (None, "dense", "fakequant")
 """Formats in which a matrix is stored as it is; its scales, if there are any, are for whoever rounds it."""
 
-FORMATS = (
+_FORMATS = (
     *DENSE[1:],
     "pack-quantized",
     "int-quantized",
@@ -38,7 +38,7 @@ class ConfigGroup:
       bits: of a code.
       is_symmetric: whether there are no zero points.
       block: rows and columns that share a scale; None: a row has one, or all have.
-      format: name of the format, of `FORMATS`; None: none is given.
+      format: name of the format, one that is read; None: none is given.
     """
 
     names: tuple[str, ...]
@@ -97,8 +97,8 @@ def read_groups(keys: QuantizationKeys) -> tuple[ConfigGroup, ...]:
 
 
 def format_in(keys: QuantizationKeys) -> str | None:
-    """Returns the name of a format under `format`, of `FORMATS`; None: none is given."""
-    return None if keys.data.get("format") is None else keys.choice("format", FORMATS)
+    """Returns the name of a format under `format`, one that is read; None: none is given."""
+    return None if keys.data.get("format") is None else keys.choice("format", _FORMATS)
 
 
 def _check_others(keys: QuantizationKeys) -> None:

@@ -6,11 +6,12 @@ import math
 import numpy as np
 
 from moe_jax.conversion.formats.fp8 import as_float32
-from moe_jax.conversion.formats.quantized_format import finite_scales, scale_blocks
+from moe_jax.conversion.formats.quantized_format import finite_scales, scale_blocks, shift_blocks
 from moe_jax.conversion.tensors import CodedRows, CodesOfGroups, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError
 
 WORD = 32  # bits
+_UNSET = -1  # what the groups of columns are before a calibration orders them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,12 @@ class IntegerRows(CodedRows):
         values = as_float32(self._codes(read, start, stop))
         scales = finite_scales(self._of_rows(read, self.scales, start, stop), f"{self.name}_scale")
         zeros = None if self.zeros is None else self._zeros(read, self.zeros, start, stop)
-        groups = self._group_of_columns(read)
+        groups, width = self._group_of_columns(read, scales.shape[1]), self.block[1]
+        if groups is not None:
+            scales, zeros, width = scales[:, groups], None if zeros is None else zeros[:, groups], 1
         if zeros is not None:
-            values -= zeros[:, groups]
-        if self.order is None:
-            scale_blocks(values, scales, self.block[1])
-        else:
-            scale_blocks(values, scales[:, groups], 1)
+            shift_blocks(values, zeros, width)
+        scale_blocks(values, scales, width)
         return values
 
     @property
@@ -87,13 +87,14 @@ class IntegerRows(CodedRows):
         codes = unpacked(np.ascontiguousarray(words.T), self.bits, stop - first)
         return as_float32(codes[:, start - first :].T)
 
-    def _group_of_columns(self, read: ReadRows) -> np.ndarray:
-        """The group of every column."""
+    def _group_of_columns(self, read: ReadRows, count: int) -> np.ndarray | None:
+        """Returns the group of every column, of so many; None: they are in order."""
         if self.order is None:
-            return np.arange(self.columns) // self.block[1]
+            return None
         groups = read(self.order, 0, 1)[0]
-        count = self.scales.shape[-1]
-        if groups.size and (groups.min() < 0 or groups.max() >= count):
+        if (groups == _UNSET).all():
+            return None
+        if groups.min() < 0 or groups.max() >= count:
             raise InputError(
                 f"{self.name}_g_idx names groups from {groups.min()} to {groups.max()}, expected 0 to {count - 1}; "
                 "fetch the checkpoint again"

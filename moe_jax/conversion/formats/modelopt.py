@@ -15,7 +15,7 @@ from moe_jax.conversion.formats.fp8 import FP8_DTYPES, fp8_matrix
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, QuantizationKeys, QuantizedFormat
 from moe_jax.conversion.tensors import TensorEntry
 
-_ALGORITHMS = ("NVFP4", "FP8", "MIXED_PRECISION")
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,6 +90,8 @@ class CodedMatrix:
         self.uses.add(name)
         if entry.dtype not in dtypes:
             raise InputError(f"{name} has dtype {entry.dtype}, expected {' or '.join(dtypes)}")
+        if entry.strides is not None:
+            raise InputError(f"{name} has strides {shown(list(entry.strides))}, expected rows; save it contiguous")
         if shape and entry.shape not in shape:
             expected = " or ".join(shown(list(one)) for one in shape)
             raise InputError(f"{name} has shape {shown(list(entry.shape))}, expected {expected}")
@@ -168,9 +170,19 @@ def finite_scales(scales: np.ndarray, name: str) -> np.ndarray:
 
 def scale_blocks(values: np.ndarray, scales: np.ndarray, width: int) -> None:
     """Multiplies values [n, in], in place, by scales [n, groups]; `width` consecutive columns share one."""
+    _by_blocks(np.multiply, values, scales, width)
+
+
+def shift_blocks(values: np.ndarray, zeros: np.ndarray, width: int) -> None:
+    """Subtracts zero points [n, groups] from values [n, in], in place; `width` consecutive columns share one."""
+    _by_blocks(np.subtract, values, zeros, width)
+
+
+def _by_blocks(operation: np.ufunc, values: np.ndarray, others: np.ndarray, width: int) -> None:
     n, columns = values.shape
     whole = columns // width * width
-    with np.errstate(all="ignore"):  # products that are not finite are found where the leaf is written
-        values[:, :whole].reshape(n, -1, width)[...] *= scales[:, : whole // width, None]
+    blocks = values[:, :whole].reshape(n, -1, width)
+    with np.errstate(all="ignore"):  # numbers that are not finite are found where the leaf is written
+        operation(blocks, others[:, : whole // width, None], out=blocks)
         if whole < columns:
-            values[:, whole:] *= scales[:, whole // width, None]
+            operation(values[:, whole:], others[:, whole // width, None], out=values[:, whole:])

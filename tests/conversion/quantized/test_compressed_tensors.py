@@ -105,7 +105,11 @@ def test_columns_in_groups_of_any_order(symmetric, tmp_path):
         f"{WEIGHT}_packed": pack_to_int32(whole[WEIGHT][:, order].contiguous(), 4),
         f"{WEIGHT}_g_idx": (order // 16).to(torch.int32),
     }
-    assert_decoded(tmp_path, packed, settings(group(LINEAR, "pack-quantized", **args)), {WEIGHT: values[:, order]})
+    config = settings(group(LINEAR, "pack-quantized", **args))
+    assert_decoded(tmp_path, packed, config, {WEIGHT: values[:, order]})
+    ordered, _ = in_codes("pack-quantized", **args)(WEIGHT, drawn(40, 48))
+    unset = {f"{WEIGHT}_g_idx": torch.full((48,), -1, dtype=torch.int32)}
+    assert_decoded(tmp_path, ordered | unset, config, {WEIGHT: values})
 
 
 # --- groups of the config -------------------------------------------------------------------------
@@ -131,6 +135,14 @@ def test_every_group_has_its_own_bits(tmp_path):
         groups += [] if chosen is None else [group(chosen, format, **args)]
     plain = {"model.norm.weight": drawn(48), "model.layers.0.self_attn.o_proj.weight": drawn(48, 48)}
     assert_decoded(tmp_path, stored | plain, settings(*groups), expected | plain)
+
+
+def test_groups_of_other_numbers_do_not_count(tmp_path):
+    """All in FP8 are of one group, whatever it is for, beside one of a class whose numbers have four bits."""
+    wide, narrow = {"num_bits": 8, "type": "float", **BLOCK}, NVFP4
+    stored, values = in_codes("float-quantized", **wide)(WEIGHT, drawn(40, 48))
+    groups = group(LINEAR, "nvfp4-pack-quantized", **narrow), group(["re:other"], "float-quantized", **wide)
+    assert_decoded(tmp_path, stored, settings(*groups), {WEIGHT: values})
 
 
 def test_what_is_not_for_weights_is_left_out(tmp_path):
