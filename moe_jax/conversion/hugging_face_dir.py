@@ -202,8 +202,10 @@ class HuggingFaceDirectory(CheckpointSource):
 
         leaves, where = leaf_specs(self.config), str(self.path)
         tensors = {plain_name(self.config, name): entry for name, entry in self.checkpoint.tensors.items()}
+        table = self._table
         if self.quantized_as is not None:
             try:
+                table = (*table, *self.quantized_as.ignored(tensors))
                 tensors = self.quantized_as.folded(tensors)
             except InputError as error:
                 raise InputError(f"{self.path}: {error}") from None
@@ -212,7 +214,7 @@ class HuggingFaceDirectory(CheckpointSource):
                 tensors = self._with_parts(tensors, self.config.vision)
             except InputError as error:
                 raise InputError(f"{self.path}: {error}") from None
-        return match_weights(tensors, self.config, leaves, where, table=self._table)
+        return match_weights(tensors, self.config, leaves, where, table=table)
 
     def _with_parts(self, own: Mapping[str, TensorEntry], vision: VisionConfig) -> dict[str, TensorEntry]:
         """Returns the tensors of the checkpoint, and those of its tower and its projector that are in other files."""

@@ -8,11 +8,12 @@ from the mapping of names to the streaming of rows, is as with a plain checkpoin
 import abc
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from moe_jax.conversion.table import Ignored
 from moe_jax.conversion.tensors import CodedRows, StoredRows, TensorEntry
 from moe_jax.core.errors import InputError, shown
 
@@ -48,6 +49,10 @@ class QuantizedFormat(abc.ABC):
         Raises:
           InputError: if a tensor is missing, or has a shape or a dtype that does not fit.
         """
+
+    def ignored(self, tensors: Mapping[str, TensorEntry]) -> Iterable[Ignored]:
+        """Finds tensors, not yet folded, that a checkpoint may have although its model does not; by default none."""
+        return ()
 
     def folded(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Returns tensors in which one stands in place of all those of a matrix in codes.
