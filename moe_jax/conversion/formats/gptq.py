@@ -128,7 +128,8 @@ class GPTQ(QuantizedFormat):
             module = name.removesuffix(_BIAS)
             if name.endswith(_BIAS) and f"{module}.{CODES}" in tensors and entry.dtype in DTYPES:
                 kind = module.rpartition(".")[2]
-                is_zero = len(entry.shape) == 1 and not files.rows(entry, 0, 1).any()
+                is_row = len(entry.shape) == 1 and entry.strides is None
+                is_zero = is_row and not files.rows(entry, 0, 1).any()
                 are_zero[kind] = are_zero.get(kind, True) and is_zero
         for kind in (kind for kind, are in are_zero.items() if are):
             yield Ignored(rf"(.*\.)?{re.escape(kind)}\.bias", "a bias of zeros, as AutoGPTQ adds it to what has none")

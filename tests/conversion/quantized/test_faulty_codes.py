@@ -1,7 +1,5 @@
 """Faults of checkpoints in codes, of compressed-tensors, ModelOpt and gpt-oss: one line each, and nothing else."""
 
-import json
-import random
 import re
 from typing import Any
 
@@ -11,7 +9,8 @@ import torch
 from moe_jax.conversion.formats import format_of
 from moe_jax.conversion.torch_file import read_torch_file
 from moe_jax.core.errors import InputError
-from tests.support.compressed_weights import folded, group, in_codes, read_whole, settings
+from tests.support.compressed_weights import group, in_codes, settings
+from tests.support.faulty_codes import assert_only_input_errors, cast, cut, read, with_first, without
 from tests.support.tiers import long
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -44,37 +43,6 @@ def written(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         stored = {WEIGHT: stored[PACKED], SCALE: stored[SCALE], f"{WEIGHT}_scale_2": stored[f"{WEIGHT}_global_scale"]}
         return stored, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     return stored, settings(group(["Linear"], format, **args))
-
-
-def read(folder, stored, config):
-    for entry in folded(folder, stored, config).values():
-        if entry.coded is not None:
-            read_whole(entry)
-
-
-def without(name):
-    return lambda stored: stored.pop(name)
-
-
-def cut(name, axis=0):
-    def change(stored):
-        stored[name] = stored[name].narrow(axis, 0, stored[name].shape[axis] - 1)
-
-    return change
-
-
-def with_first(name, value):
-    def change(stored):
-        stored[name].view(-1)[0] = value
-
-    return change
-
-
-def cast(name, dtype):
-    def change(stored):
-        stored[name] = stored[name].to(dtype)
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -204,84 +172,13 @@ def test_codes_that_are_not_stored_by_rows(tmp_path):
 
 # --- mutations ------------------------------------------------------------------------------------
 
-VALUES = [None, True, 0, -1, 3, 1 << 70, 2.5, float("nan"), "", "x", "re:(", "group", [], [1], {}, {"a": 1}, "block"]
-DTYPES = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]
-
-
-def mutated_config(config: Any, draw: random.Random) -> Any:
-    """The config with one value in it, at any depth, replaced or removed."""
-    if not isinstance(config, (dict, list)) or not config or draw.random() < 0.15:
-        return draw.choice(VALUES)
-    keys = list(config) if isinstance(config, dict) else list(range(len(config)))
-    key = draw.choice(keys)
-    changed = config.copy()
-    if draw.random() < 0.2:
-        changed.pop(key)
-    else:
-        changed[key] = mutated_config(config[key], draw)
-    return changed
-
-
-def mutated_tensors(stored: dict[str, torch.Tensor], draw: random.Random) -> dict[str, torch.Tensor]:
-    """The tensors with one of them dropped, renamed, cast, cut, reshaped, or with other bytes in it."""
-    name = draw.choice(sorted(stored))
-    value, rest = stored[name].contiguous(), {key: tensor for key, tensor in stored.items() if key != name}
-    kind = draw.randrange(6)
-    if kind == 0:
-        return rest
-    if kind == 1:
-        module, _, part = name.rpartition(".")
-        parts = [
-            "weight",
-            "weight_packed",
-            "weight_scale",
-            "weight_zero_point",
-            "weight_g_idx",
-            "weight_shape",
-            part[1:],
-        ]
-        return rest | {f"{module}.{draw.choice(parts)}": value}
-    if kind == 2:
-        return rest | {name: value.to(torch.float32).to(draw.choice(DTYPES))}
-    if kind == 3 and value.ndim:
-        axis = draw.randrange(value.ndim)
-        return rest | {name: value.narrow(axis, 0, draw.randrange(value.shape[axis] + 1))}
-    if kind == 4:
-        return rest | {name: draw.choice([value.reshape(-1), value[None], value[..., None], value.reshape(-1)[:1]])}
-    content = bytearray(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    for _ in range(draw.randrange(1, 9)):
-        content[draw.randrange(len(content))] = draw.choice([0, 1, 127, 128, 254, 255])
-    return rest | {name: torch.frombuffer(content, dtype=value.dtype).reshape(value.shape)}
-
-
-def assert_only_input_errors(folder, seeds) -> None:
-    outcomes = set()
-    for seed in seeds:
-        draw = random.Random(seed)
-        kind = draw.choice(["packed", "bytes", "fp8", "nvfp4", "modelopt", "mxfp4"])
-        stored, config = written(kind)
-        if draw.random() < 0.4:
-            config = mutated_config(config, draw)
-        else:
-            stored = mutated_tensors(stored, draw)
-        try:
-            json.dumps(config)
-            if not stored or config in (None, {}):
-                continue
-            read(folder, stored, config)
-            outcomes.add("read")
-        except InputError as error:
-            assert "\n" not in str(error), seed
-            outcomes.add("refused")
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {kind}, {error!r}") from error
-    assert outcomes == {"read", "refused"}
+KINDS = ("packed", "bytes", "fp8", "nvfp4", "modelopt", "mxfp4")
 
 
 def test_mutations_are_read_or_refused(tmp_path):
-    assert_only_input_errors(tmp_path, range(200))
+    assert_only_input_errors(tmp_path, written, KINDS, range(200))
 
 
 @long
 def test_many_mutations_are_read_or_refused(tmp_path):
-    assert_only_input_errors(tmp_path, range(200, 5000))
+    assert_only_input_errors(tmp_path, written, KINDS, range(200, 5000))
