@@ -170,6 +170,7 @@ ARCHITECTURES = {
         keys=RMS_NORM,
         head_apart=True,
         square_heads=True,
+        own_keys=True,
         unread=(OUTPUT_BIAS,),
         table=LLAMA_LIKE_MOE,
     ),

@@ -74,6 +74,7 @@ class Architecture:
       scales_frequencies: whether llama.cpp reads the tensor `ROPE_FACTORS`.
       head_apart: whether llama.cpp reads an output in a tensor of its own only, and not from the embedding.
       square_heads: whether llama.cpp reads only heads that together are as wide as the model.
+      own_keys: whether llama.cpp reads only heads that have keys of their own each.
       unread: ends of names of tensors that llama.cpp does not know in it.
       vectors: tensors that have one axis here, and a row of it in the table.
     """
@@ -88,6 +89,7 @@ class Architecture:
     scales_frequencies: bool = False
     head_apart: bool = False
     square_heads: bool = False
+    own_keys: bool = False
     unread: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
 

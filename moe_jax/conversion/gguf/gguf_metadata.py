@@ -51,6 +51,11 @@ def described(config: ModelConfig) -> Described:
             f"llama.cpp reads no models of {name!r} whose heads are {attention.num_heads} x {attention.head_dim} and "
             f"not {config.d_model} wide, as the model is; keep it as a checkpoint"
         )
+    if architecture.own_keys and attention.num_heads != attention.num_kv_heads:
+        raise InputError(
+            f"llama.cpp reads no models of {name!r} whose {attention.num_heads} heads share {attention.num_kv_heads} "
+            "keys; keep it as a checkpoint"
+        )
     if architecture.head_apart and config.tie_embeddings:
         config = dataclasses.replace(config, tie_embeddings=False)
         notes.append(f"note: llama.cpp needs an output of its own in {name!r}: the embedding is written twice")

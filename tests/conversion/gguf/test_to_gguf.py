@@ -27,6 +27,7 @@ WIDE = {**BASE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers
 def config_of(name, **changes):
     config = CONFIGS[name] | changes
     config |= {"use_sliding_window": False} if "use_sliding_window" in config else {}
+    config |= {"num_key_value_heads": 4} if name == "olmoe" else {}
     config |= {"attention_bias": False} if config["model_type"] == "qwen3" else {}
     return config | ({"norm_topk_prob": True} if name == "qwen3_moe" else {})
 
@@ -179,6 +180,7 @@ def test_after_a_kill_the_same_command_goes_on(tmp_path, monkeypatch):
         ("qwen2", {"rope_scaling": CONFIGS["llama-llama3"]["rope_scaling"]}, {}, "'llama3'"),
         ("qwen3_moe-dense-layers", {}, {}, "'qwen3_moe'"),
         ("phi-tied-wide-heads", {}, {}, "4 x 20"),
+        ("olmoe", {}, {}, "4 heads share 2"),
         ("phi", {"hidden_act": "relu"}, {}, "'relu'"),
         ("qwen3", {"attention_bias": True}, {}, "attn_output.bias"),
         ("llama", {}, {"gguf_type": "Q4"}, "'Q4'"),
