@@ -3,8 +3,9 @@
     python benchmarks/convert.py [--folder FOLDER] [--layers 2] [--out benchmarks/results]
 
 Writes a checkpoint with the shapes of Mixtral-8x7B but few layers (two: 6.2 GB) in bfloat16, copies it with `cp`,
-converts it, exports the result, and compares what came back with what went in. Each command is a process of its own,
-begins with nothing of its input in the page cache, and is timed until all it wrote is on the disk. Everything is
+converts it, exports the result, and compares what came back with what went in. Then it converts the same model as a
+checkpoint in FP8, with a scale for 128 x 128 numbers, to bfloat16. Each command is a process of its own, begins with
+nothing of its input in the page cache, and is timed until all it wrote is on the disk. Everything is
 removed at the end; meanwhile it takes four times the size of the checkpoint. OUT receives `convert.json`.
 
 Asked for: peak resident memory of at most 1.5 GB + 2 x the largest parameter of a layer, and half the speed of `cp`.
@@ -31,11 +32,14 @@ from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.safetensors_file import DiskShards, PlannedTensor
 from moe_jax.conversion.table import PER_EXPERT, apply_table
+from moe_jax.conversion.tensors import STORED_DTYPES as DTYPES
 from moe_jax.conversion.tensors import TensorEntry, TensorFiles
 from moe_jax.model_io.loading import leaf_specs
 
 GB = 1e9
 RUN = 16 << 20  # elements that are written or compared at a time
+BLOCK = 128
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 CONFIG = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -88,17 +92,31 @@ def measure(folder: Path, layers: int) -> list[list]:
         rows.insert(-1, [f"`moe-jax {command}`", size / GB / seconds, ratio, peak / GB, bound / GB])
         before = after
     print("bit for bit the same after convert and export:", same_tensors(foreign, back), flush=True)
+    for made in (ours, back):
+        shutil.rmtree(made)
+    quantised = folder / "quantised"
+    write_checkpoint(quantised, layers, CONFIG | {"quantization_config": FP8}, fp8=True)
+    command = ["convert", str(quantised), str(ours), "--dtype", "bfloat16"]
+    seconds, peak = timed([sys.executable, "-m", "moe_jax.commands.cli", *command], quantised)
+    ratio = (before + cp()) / 2 / seconds
+    rows.insert(-1, ["`moe-jax convert`, from FP8", size / GB / seconds, ratio, peak / GB, bound / GB])
     return rows
 
 
-def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG) -> int:
-    """Writes a checkpoint of random bits; returns the bytes of the largest leaf of a layer."""
+def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG, *, fp8: bool = False) -> int:
+    """Writes a checkpoint of random bits; returns the bytes of the largest leaf of a layer in bfloat16."""
     folder.mkdir()
     keys = {**config, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(keys))
     leaves = leaf_specs(read_hf_config(keys))
     mapped = apply_table(family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral", num_encoder_layers=0)
-    tensors = {name: PlannedTensor("BF16", shape) for name, shape in mapped.tensors.items()}
+    tensors = {}
+    for name, shape in mapped.tensors.items():
+        if fp8 and len(shape) == 2 and "model.layers" in name:
+            tensors[name] = PlannedTensor("F8_E4M3", shape)
+            tensors[f"{name}_scale_inv"] = PlannedTensor("F32", tuple(math.ceil(size / BLOCK) for size in shape))
+        else:
+            tensors[name] = PlannedTensor("BF16", shape)
     # Without the highest bit of the exponent, numbers are below 2 and finite.
     bits = np.random.default_rng(0).integers(0, 1 << 16, 2 * RUN, np.uint16) & np.uint16(0xBFFF)
     with DiskShards(folder, tensors, int(5 * GB)) as writer:
@@ -107,7 +125,10 @@ def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG)
             count = math.prod(tensor.shape)
             for start in range(0, count, RUN):
                 run = bits[shift : shift + min(RUN, count - start)]
-                writer.write(name, start, run.view(leaves["embed/embedding"].dtype))
+                if tensor.dtype == "F8_E4M3":  # without the lowest bit: none is NaN
+                    writer.write(name, start, (run & 0xFE).astype(np.uint8).view(DTYPES[tensor.dtype]))
+                else:
+                    writer.write(name, start, run.view(DTYPES["BF16"]).astype(DTYPES[tensor.dtype]))
     return max(math.prod(leaf.shape) * 2 for path, leaf in leaves.items() if path.startswith("layers/"))
 
 

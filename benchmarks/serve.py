@@ -7,7 +7,7 @@ is started as a user would; prompts of 12 to 40 words go to it, one alone and SE
 compiled before. Seconds are the median of the rounds, from the first request until the last answer is whole.
 
 CHECKOUT is a folder with an older commit of this project, whose server is started beside this one: both are asked by
-turns, and the ratio of every round counts. Then only that is measured.
+turns, and the ratio of every round counts.
 """
 
 import argparse
@@ -43,7 +43,6 @@ def main() -> None:
     if options.against is not None:
         compare(options, figures)
         print(SERVING_BEFORE.text(figures))
-        return
     measured: list[tuple[int, int, float]] = []
     for seats in (1, options.seats):
         with serving(options.model, seats) as address:

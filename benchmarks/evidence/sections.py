@@ -6,6 +6,7 @@ from pathlib import Path
 
 import barycenters.report
 import evidence.equal_bytes.report
+import evidence.small_world
 import evidence.studies.report
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
@@ -146,9 +147,16 @@ SECTIONS = (
     ),
     _program(
         "serve",
-        "python benchmarks/serve.py MODEL",
+        "python benchmarks/serve.py MODEL --against CHECKOUT",
         ("moe_jax/serve", "moe_jax/generation", "moe_jax/functional", "moe_jax/nn"),
         layouts.SERVING,
+        layouts.SERVING_BEFORE,
+    ),
+    _program(
+        "scored_answers",
+        "python benchmarks/scored_answers.py MODEL",
+        ("moe_jax/functional", "moe_jax/nn"),
+        layouts.SCORED_ANSWERS,
     ),
     _program(
         "lm_eval_parity",
@@ -163,7 +171,8 @@ SECTIONS = (
         "python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON",
         (
             "moe_jax/conversion/to_hugging_face.py",
-            "moe_jax/conversion/packed_experts.py",
+            "moe_jax/conversion/formats/coded_parts.py",
+            "moe_jax/conversion/formats/encoders.py",
             "moe_jax/conversion/hf_config.py",
         ),
         layouts.VLLM,
@@ -343,6 +352,19 @@ SECTIONS = (
         ("moe_jax/images", "moe_jax/data/pictures", "moe_jax/data/packing.py", "moe_jax/model_io/frozen_tower.py"),
         layouts.PICTURES_READ,
         layouts.PICTURE_SHARE,
+    ),
+    Section(
+        "small_world",
+        "python benchmarks/small_world.py DATA",
+        (
+            "benchmarks/small_world.py",
+            "moe_jax/demo/small_world.py",
+            *_TRAINING,
+            "moe_jax/images",
+            "moe_jax/compression",
+        ),
+        lambda folder: evidence.small_world.SmallWorldFile(folder / "small_world.json"),
+        evidence.small_world.tables,
     ),
     _program(
         "encoder_decoders",

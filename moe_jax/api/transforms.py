@@ -21,11 +21,12 @@ from moe_jax.api.model import (
     work_bars,
 )
 from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
+from moe_jax.conversion.formats.coded_parts import Pack, Packing
+from moe_jax.conversion.formats.encoders import Codes
 from moe_jax.conversion.from_hugging_face import convert as _convert
+from moe_jax.conversion.gguf.to_gguf import export_gguf as _export_gguf
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
-from moe_jax.conversion.packed_experts import Codes, Packing
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
-from moe_jax.conversion.to_hugging_face import Pack
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
 from moe_jax.core.errors import InputError, shown
@@ -224,7 +225,7 @@ def convert(src: ModelOrPath, out: OutPath, spec: ConvertSpec) -> Model:
 
 @file_verb(ExportSpec)
 def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) -> Path:
-    """Writes a model as a Hugging Face checkpoint. Deltas of experts are merged into full experts.
+    """Writes a model as a Hugging Face checkpoint or a GGUF file. Deltas of experts are merged into full experts.
 
         >>> checkpoint = moe_jax.export(moe_jax.tiny_model(experts=4), folder / "checkpoint")
         >>> sorted(file.name for file in checkpoint.iterdir())
@@ -232,19 +233,22 @@ def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) ->
 
     Args:
       model: a model, or the path of one.
-      out: where the Hugging Face directory appears; must not exist.
+      out: where the Hugging Face directory, or the file `NAME.gguf`, appears; must not exist.
       spec: the options.
 
     Returns:
       `out`.
 
     Raises:
-      InputError: if no Hugging Face format can hold the model, weights are not finite, or `out` exists.
+      InputError: if no such format can hold the model, weights are not finite, or `out` exists.
       OSError: if the disk is full. Nothing is left at `out` then.
     """
     source, target = open_model(model, spec.base, towers=True), as_path(out)
     if spec.format == "peft":
         _export_peft(source, target, allow_nonfinite=spec.allow_nonfinite, console=_console())
+        return target
+    if spec.format == "gguf":
+        _export_gguf(source, target, spec, console=_console())
         return target
     _export(source, target, spec, packed=_packed(spec), console=_console())
     return target
@@ -258,16 +262,28 @@ def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSp
     """
     if spec.format == "peft":
         raise InputError("--dry-run: does not go with --format peft, which writes LoRA as it is stored")
-    _export(open_model(model, spec.base, towers=True), as_path(out), spec, packed=_packed(spec), dry_run=True)
+    source, target = open_model(model, spec.base, towers=True), as_path(out)
+    if spec.format == "gguf":
+        _export_gguf(source, target, spec, dry_run=True)
+    else:
+        _export(source, target, spec, packed=_packed(spec), dry_run=True)
 
 
 def _packed(spec: ExportSpec) -> Pack | None:
-    return packed_experts(spec.bits, spec.group_size) if spec.format == "compressed-tensors" else None
+    if spec.format != "compressed-tensors":
+        return None
+    return packed_parts(spec.codes, spec.group_size, whole=spec.parts == "model")
 
 
-def packed_experts(bits: int | None = None, group_size: int | None = None) -> Pack:
-    """Returns how `export` writes experts in codes, found as in `compress`; `Packing.of` checks the options."""
-    return partial(Packing.of, quantise=_codes, bits=bits, group_size=group_size)
+def packed_parts(
+    codes: dict[str, str | None] | None = None, group_size: int | None = None, *, whole: bool = False
+) -> Pack:
+    """Returns how `export` writes parts of a model in codes, by default its experts; `Packing.of` checks the options.
+
+    Whole numbers are found as in `compress`.
+    """
+    codes = {"experts": None} if codes is None else codes
+    return partial(Packing.of, quantise=_codes, codes=codes, whole=whole, group_size=group_size)
 
 
 def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:

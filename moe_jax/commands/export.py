@@ -1,4 +1,4 @@
-"""`moe-jax export SRC DST`: writes a model as a Hugging Face checkpoint, or its LoRA for the PEFT library."""
+"""`moe-jax export SRC DST`: writes a model as a Hugging Face checkpoint or a GGUF file, or its LoRA for PEFT."""
 
 import dataclasses
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar
 import tyro
 
 from moe_jax.commands.options import command_options, given_to
-from moe_jax.conversion.spec import ExportSpec
+from moe_jax.conversion.spec import ExportSpec, check_gguf_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Command:
-    """Writes a model as a Hugging Face checkpoint, which Transformers and others load.
+    """Writes a model as a Hugging Face checkpoint, which Transformers and others load, or as a GGUF file.
 
     Experts that share a base are written as full experts, because no such checkpoint knows a shared base.
     """
@@ -24,19 +24,40 @@ class _Command:
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
     of a training run), or org/name on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
-    """Where the Hugging Face directory appears; must not exist."""
+    """Where the Hugging Face directory, or with --format gguf the file NAME.gguf, appears; must not exist."""
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing."""
+
+    @property
+    def makes_file(self) -> bool:
+        """Whether `dst` is a file, and no directory."""
+        return getattr(self, "format", "checkpoint") == "gguf"
+
+    def check(self) -> None:
+        """Raises `InputError` for a name that a GGUF file cannot have."""
+        if self.makes_file:
+            check_gguf_name(self.dst)
 
 
 Options = command_options(_Command, ExportSpec)
 GROUPS = {
-    "what is written": ("format", "bits", "group_size", "dtype", "expert_layout", "dense_layers", "max_shard_size"),
+    "what is written": (
+        "format",
+        "gguf_type",
+        "bits",
+        "group_size",
+        "dtype",
+        "expert_layout",
+        "dense_layers",
+        "max_shard_size",
+    ),
 }
 EXAMPLES = """
 moe-jax export run/model hf-dir
 # experts in 4 bits, for vLLM
 moe-jax export moe-dir packed-dir --format compressed-tensors --bits 4
+# in about 5 bits, for llama.cpp
+moe-jax export run/model model.gguf --format gguf --gguf-type Q4_K_M
 # LoRA, for the PEFT library
 moe-jax export lora-run/model peft-dir --format peft
 """

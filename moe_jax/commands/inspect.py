@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -122,6 +123,7 @@ def run(options: Options) -> None:
             "parameters": sum(sizes.values()),
             "weights_in_codes": _weights_in_codes(source.config, specs),
             "bytes": count_bytes(specs.values()),
+            "quantized": dict(Counter(getattr(source, "kinds_of_codes", dict)().values())),
             "leaves": [
                 {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": count_bytes([spec])}
                 for path, spec in specs.items()
@@ -260,6 +262,10 @@ def _print(
         size = show_bytes(count * count_bytes([spec]))
         table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, size)
     console.print(table)
+    if stored := getattr(source, "kinds_of_codes", dict)():
+        size = show_bytes(sum(map(source.stored_bytes, specs)))
+        kinds = ", ".join(f"{count:,} in {kind}" for kind, count in Counter(stored.values()).items())
+        console.print(f"the checkpoint is quantised, {kinds}, and has {size}; the sizes here are of what it becomes")
     coded = _weights_in_codes(config, specs)
     codes = f" and {coded:,} weights in codes" if coded else ""
     console.print(f"total: {sum(sizes.values()):,} parameters{codes}, {show_bytes(count_bytes(specs.values()))}")

@@ -75,8 +75,8 @@ def check_options(options: Any) -> None:
 
     Those of a verb are checked by its spec, and what a command has besides by `check` of its options. What has to be
     there is checked by `check_places`; of a command, `texts` and `models` are the options that name files of text and
-    models, and `made` those that name what must not be there, as it will be made. Several processes have to hear of
-    what one of them misses: there it is found when they have joined.
+    models, and `made` those that name what must not be there, as it will be made: directories, unless it `makes_file`.
+    Several processes have to hear of what one of them misses: there it is found when they have joined.
     """
     for spec in getattr(options, "specs", ()):
         given_to(spec, options)
@@ -89,7 +89,7 @@ def check_options(options: Any) -> None:
     for name in getattr(options, "made", ()):
         place = getattr(options, name)
         if place is not None and as_path(place).renames:
-            refuse_existing(place)
+            refuse_existing(place, file=getattr(options, "makes_file", False))
     for name in getattr(options, "texts", ()):
         check_text_file(getattr(options, name))
     for name in getattr(options, "models", ()):

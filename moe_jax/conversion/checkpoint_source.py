@@ -21,7 +21,7 @@ import numpy as np
 from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.model_table import table_of
 from moe_jax.conversion.table import Ignored, Piece, Table, Tied, detect_layout
-from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
+from moe_jax.conversion.tensors import DTYPES, CodesOfGroups, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
 from moe_jax.model_io.model_source import ModelSource
@@ -73,7 +73,9 @@ def match_weights(
     expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
     problems += _shape_problems(tensors, expected, described_by)
     if not problems:  # a leaf that is stacked from several dtypes could not hold them bit for bit
-        dtypes = {leaf: {tensors[piece.tensor].dtype for piece in pieces} for leaf, pieces in mapped.pieces.items()}
+        entries = {leaf: [tensors[piece.tensor] for piece in pieces] for leaf, pieces in mapped.pieces.items()}
+        whole = {leaf: found for leaf, found in entries.items() if all(entry.coded is None for entry in found)}
+        dtypes = {leaf: {entry.dtype for entry in found} for leaf, found in whole.items()}
         mixed = {leaf: ", ".join(sorted(found)) for leaf, found in dtypes.items() if len(found) > 1}
         problems = [f"{leaf} would be stacked from tensors of dtypes {found}" for leaf, found in mixed.items()]
     raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
@@ -129,15 +131,28 @@ class CheckpointSource(abc.ABC):
                 file.write_text(contents[file.name], encoding="utf-8")
         return self._made
 
+    def kinds_of_codes(self) -> dict[str, str]:
+        """Returns a word for the codes of every tensor that is quantised, such as `fp8` or `Q4_K`, by its name."""
+        kinds = {}
+        for name, entry in self.weights.tensors.items():
+            if entry.coded is not None:
+                kinds[name] = entry.coded.kind
+            elif entry.blocks is not None:
+                kinds[name] = entry.blocks.name
+        return kinds
+
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype, as stored, of every leaf, by path."""
+        """Returns shape and dtype, as stored, of every leaf, by path; what is quantised is decoded to float32."""
         return {leaf: self._spec(pieces) for leaf, pieces in self.weights.pieces.items()}
 
     def _spec(self, pieces: list[Piece]) -> jax.ShapeDtypeStruct:
         first = pieces[0]
         shape = first.shape[::-1] if first.transpose else first.shape
         shape = shape if first.expert is None else (len(pieces), *shape)
-        return jax.ShapeDtypeStruct(shape, DTYPES[self.weights.tensors[first.tensor].dtype])
+        entries = [self.weights.tensors[piece.tensor] for piece in pieces]
+        # Of experts that are in codes but for some, the codes are the ones that need float32.
+        entry = next((entry for entry in entries if entry.coded is not None), entries[0])
+        return jax.ShapeDtypeStruct(shape, DTYPES[entry.dtype])
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads one leaf, and no bytes but its own; casts to `dtype` while reading.
@@ -172,10 +187,10 @@ class CheckpointSource(abc.ABC):
         return sum(self.weights.tensors[piece.tensor].stored_bytes(math.prod(piece.shape)) for piece in pieces)
 
     def _chunks(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
-        """Yields the runs of rows in which a leaf is read. A tensor that is not row-major is read whole."""
+        """Yields the runs of rows in which a leaf is read. A tensor that is not stored by rows is read whole."""
         for piece in pieces:
             entry = self.weights.tensors[piece.tensor]
-            if entry.strides is None:
+            if entry.strides is None and (entry.coded is None or entry.coded.codes.is_by_rows):
                 for start, stop in row_chunks(piece.shape, DTYPES[entry.dtype].itemsize):
                     yield piece, start, stop
             else:
@@ -185,8 +200,8 @@ class CheckpointSource(abc.ABC):
         """Copies rows `start:stop` of a piece into the leaf."""
         target = out if piece.expert is None else out[piece.expert]
         entry = self.weights.tensors[piece.tensor]
-        is_as_stored = target.dtype == DTYPES[entry.dtype] and entry.strides is None and entry.interleaved is None
-        if not piece.transpose and is_as_stored:
+        as_stored = entry.strides is None and entry.interleaved is None and entry.coded is None and not entry.added
+        if not piece.transpose and as_stored and target.dtype == DTYPES[entry.dtype]:
             self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
             return
         rows = cast(piece.leaf, self._rows(entry, piece, start, stop), target.dtype)
@@ -200,6 +215,11 @@ class CheckpointSource(abc.ABC):
         if entry.strides is not None:
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
             return whole[piece.offset :][start * row : stop * row].reshape(stop - start, *piece.shape[1:])
+        if entry.coded is not None:
+            width = entry.shape[-1]
+            first = piece.offset // width
+            rows = self._files.rows(entry, first + start * row // width, first + stop * row // width)
+            return rows.reshape(stop - start, *piece.shape[1:])
         order: Any = slice(None)
         if entry.interleaved is not None:
             # Of the stored rows of a head, first the even ones, then the odd ones.
@@ -211,7 +231,17 @@ class CheckpointSource(abc.ABC):
             order = places - start
         rows = np.empty((stop - start, *piece.shape[1:]), DTYPES[entry.dtype])
         self._files.read_into(entry, piece.offset + start * row, rows)
+        if entry.added:
+            rows -= rows.dtype.type(entry.added)
         return rows[order]
+
+    def codes(self, piece: Piece) -> CodesOfGroups:
+        """Reads the codes of a piece of a tensor that has groups of them; raises `InputError` as `read` does."""
+        entry = self.weights.tensors[piece.tensor]
+        first = piece.offset // entry.shape[-1]
+        found = self._files.codes(entry, first, first + piece.shape[0])
+        self._check_in_place()
+        return found
 
     def _check_duplicates(self, tensor: str) -> None:
         for duplicate, original in self.weights.duplicates.items():

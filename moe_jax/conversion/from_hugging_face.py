@@ -16,6 +16,7 @@ from moe_jax.conversion.gguf.gguf_header import is_gguf
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, completed_config, has_weights
+from moe_jax.conversion.kept_codes import KeptCodes
 from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.conversion.table import PER_EXPERT, Mapped, print_mapping
@@ -74,27 +75,33 @@ def convert(
     if is_gguf(src):
         elsewhere.check(takes_parts=False)
         source = GGUFModel(src)
-        if source.quantized:
-            kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
-            console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
     elif dry_run and not (src.is_dir() and has_weights(src)):
         _print_expected(src, dtype, spec.ignored_keys, elsewhere, console)
         return
     else:
         source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys, elsewhere=elsewhere)
+    if codes := source.kinds_of_codes():
+        for line in _about_codes(source, codes, dtype):
+            console.print(line, markup=False, soft_wrap=True)
+    kept = _kept_codes(source) if spec.codes == "keep" else None
+    for line in kept.describe() if kept is not None else ():
+        console.print(line, markup=False, soft_wrap=True)
     target = DTYPES_BY_NAME[dtype] if dtype else None
-    specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in source.specs().items()}
     for why, count in Counter(source.weights.ignored.values()).items():
         console.print(f"left out: {count} tensors, {why}")
     if source.config.vision is not None and (note := vision_format_named(source.config.vision.family).note):
         console.print(f"note: {source.config.vision.family}: {note}")
     if dry_run:
         shapes = {name: entry.shape for name, entry in source.weights.tensors.items()}
-        print_mapping(Mapped(shapes, source.weights.pieces), specs, source.specs(), console)
+        specs = _specs(source, target)
+        print_mapping(Mapped(shapes, source.weights.pieces), specs, source.specs(), console, codes=codes)
         return
 
-    config = replace(source.config, dtype=dtype) if dtype else source.config
+    reader = source if kept is None else kept
+    specs = _specs(reader, target)
+    config = replace(reader.config, dtype=dtype) if dtype else reader.config
     options = {"dtype": dtype, "ignore_keys": sorted(spec.ignored_keys), "allow_nonfinite": spec.allow_nonfinite}
+    options |= {} if kept is None else {"codes": spec.codes}
     options |= {name: str(place) for name, place in elsewhere._asdict().items() if place is not None}
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
@@ -113,10 +120,10 @@ def convert(
         ) as writer:
             if is_first_process():
                 for path in filter(ZeroExperts.concerns, writer.done):
-                    zero.add(path, source.read(path))
+                    zero.add(path, reader.read(path))
             missing = {path: spec for path, spec in specs.items() if path not in writer.done and writer.mine(path)}
             progress.skip(total - count_bytes(missing.values()))
-            for path, leaf in _read_ahead(source, missing):
+            for path, leaf in _read_ahead(reader, missing):
                 writer.write({path: leaf})
                 zero.add(path, leaf)
                 progress.advance(leaf.nbytes)
@@ -127,6 +134,37 @@ def convert(
         console.print(f"note: {zero_experts_line(zero.by_layer)}", markup=False, soft_wrap=True)
     where = f"wrote {dst}" if isinstance(dst, Path) else f"read {src}"
     console.print(f"{where}: {progress.summary()}", markup=False)
+
+
+def _kept_codes(source: CheckpointSource) -> KeptCodes:
+    """Returns a checkpoint whose experts stay in codes; raises `InputError` if none can."""
+    if not isinstance(source, HuggingFaceDirectory) or source.quantized_as is None:
+        raise InputError(f"{source.path}: --codes keep is for a Hugging Face directory with a quantization_config")
+    return KeptCodes(source)
+
+
+def _specs(reader: CheckpointSource | KeptCodes, target: np.dtype | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the leaves as they are written: in the dtype `target`, if one is given, unless they stay in codes."""
+    stays = reader.is_kept if isinstance(reader, KeptCodes) else lambda path: False
+    return {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if target is None or stays(path) else target)
+        for path, leaf in reader.specs().items()
+    }
+
+
+def _about_codes(source: CheckpointSource, codes: Mapping[str, str], dtype: str | None) -> Iterator[str]:
+    """Yields lines about a quantised checkpoint: what it becomes, and experts that are whole beside others in codes."""
+    kinds = ", ".join(f"{count:,} in {kind}" for kind, count in Counter(codes.values()).items())
+    whole = len(source.weights.tensors) - len(codes)
+    yield f"quantised tensors become {dtype or 'float32'}: {kinds}; {whole:,} tensors are not in codes"
+    partly = []
+    for path, pieces in source.weights.pieces.items():
+        names = [piece.tensor for piece in pieces if piece.tensor not in codes]
+        if 0 < len(names) < len(pieces):
+            partly.append(f"{len(names)} of {len(pieces)} experts of {path}, such as {names[0]}")
+    if partly:
+        more = f", and some of {len(partly) - 1} others" if len(partly) > 1 else ""
+        yield f"note: not in codes: {partly[0]}{more}"
 
 
 def _elsewhere(spec: ConvertSpec, *, weights: bool) -> Elsewhere:
@@ -153,7 +191,7 @@ def _print_expected(
 
 
 def _read_ahead(
-    source: CheckpointSource, specs: Mapping[str, jax.ShapeDtypeStruct]
+    source: CheckpointSource | KeptCodes, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields leaves in order, and reads each while the caller works on the previous one, with two buffers in turn.
 

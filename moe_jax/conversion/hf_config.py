@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
+from moe_jax.conversion.formats import format_of, without_format
 from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
 from moe_jax.conversion.vision_formats.vision_format import Parts
 from moe_jax.core.errors import InputError, raise_if_any, shown
@@ -35,13 +36,11 @@ def read_hf_config(
         there is none, and pictures are processed as is usual for the tower.
 
     Raises:
-      InputError: unknown family; missing, ill-typed or contradicting values; or unknown keys, which may change what the
-        model computes, unless they are `ignored`.
+      InputError: unknown family, or format of quantised numbers; missing, ill-typed or contradicting values; or unknown
+        keys, which may change what the model computes, unless they are `ignored`.
     """
-    if data.get("quantization_config") is not None:
-        raise InputError(
-            "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
-        )
+    format_of(data)  # one that is unknown is found before anything else is asked
+    data = without_format(data)
     name = _family_name(data)
     known = [*ignored, *(MODEL_TYPES[name].harmless if name in MODEL_TYPES else ())]
     parts = Parts(lambda key: _read_part(data, key, known), lambda *given: _processing(processing, *given))
@@ -119,7 +118,7 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
       InputError: if the format cannot express the model.
     """
     written = _write(config)
-    lost = _differences(config, _read_back(config, written))
+    lost = differences(config, _read_back(config, written))
     raise_if_any(lost, f"the format of {config.family!r} cannot hold this model")
     if config.vision is None:
         return _merged(written, config.foreign)
@@ -150,7 +149,7 @@ def kept_keys(config: ModelConfig) -> set[str]:
 def inexpressible(config: ModelConfig) -> list[str]:
     """Returns a sentence for each thing that the family's format cannot express; none if `write_hf_config` succeeds."""
     try:
-        return _differences(config, _read_back(config, _write(config)))
+        return differences(config, _read_back(config, _write(config)))
     except InputError as error:
         return [str(error)]
 
@@ -268,7 +267,7 @@ def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Returns what a config lost by being written, a sentence per field; layers with equal losses share a sentence."""
     found = _fields_that_differ("", ours, theirs)
     by_loss: dict[str, list[int]] = {}

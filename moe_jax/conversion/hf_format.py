@@ -16,10 +16,11 @@ from rich.console import Console
 
 from moe_jax.conversion.config_keys import is_harmless
 from moe_jax.conversion.families import Family, family_named
+from moe_jax.conversion.formats.coded_parts import stored_codes
+from moe_jax.conversion.formats.encoders import Codes
 from moe_jax.conversion.hf_config import inexpressible, write_hf_config
-from moe_jax.conversion.packed_experts import Codes, Packing, codes_of
 from moe_jax.core.errors import InputError
-from moe_jax.core.finite import REMEDY, cast, check_finite
+from moe_jax.core.finite import cast
 from moe_jax.core.formatting import show_bytes
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
@@ -31,15 +32,18 @@ from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEC
 # A shared expert of zeros may be as narrow as possible.
 NARROWEST = 1
 
+_EMBEDDING, _HEAD = "embed/embedding", "lm_head/kernel"
 
-def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
+
+def exported_config(config: ModelConfig, *, replicate_dense: bool, all_moe: bool = False) -> ModelConfig:
     """Returns the config of a model after merging, in the family whose format can hold it.
 
     A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
     MoE layers the model moves to the first of the family's `moe_formats` that can hold it; if that has no dense layers,
     they become MoEs of equal experts, if `replicate_dense`. Merged experts are repeated, one for each output of the
     router. Narrower experts, and universal FFNs, are padded to the largest width in any layer with zero neurons, which
-    add nothing because act(0) = 0.
+    add nothing because act(0) = 0. With `all_moe`, the format is written without dense layers beside MoEs, even if it
+    could have them.
 
     Raises:
       InputError: if no format holds the model.
@@ -49,13 +53,13 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
         return config
     family = family_named(config.family)
     if family.holds_experts:
-        held = _in_form_of(config, family, replicate_dense=replicate_dense)
+        held = _in_form_of(config, family, replicate_dense=replicate_dense, all_moe=all_moe)
         write_hf_config(held)
         return held
     refusals: list[tuple[bool, int, str, list[str]]] = []  # whether its form is impossible, how much, the format, why
     for name in family.moe_formats:
         try:
-            held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense)
+            held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense, all_moe=all_moe)
         except InputError as error:
             refusals.append((True, 1, name, [str(error)]))
             continue
@@ -74,10 +78,11 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
     )
 
 
-def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -> ModelConfig:
+def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool, all_moe: bool) -> ModelConfig:
     """Converts the model to the form of a format; raises `InputError` if dense layers cannot, or must not, be MoEs."""
     moes = [config.moe(i) for i in config.moe_layers]
-    dense = [] if family.holds_dense_layers else [i for i in range(config.num_layers) if i not in config.moe_layers]
+    holds_dense = family.holds_dense_layers and not all_moe
+    dense = [] if holds_dense else [i for i in range(config.num_layers) if i not in config.moe_layers]
     if dense and not replicate_dense:
         raise InputError(
             f"the format of {family.name!r} needs an MoE in every layer, but {len(dense)} of {config.num_layers} "
@@ -225,29 +230,22 @@ class MergedModel:
             yield None, self._universal(path)
         elif path in self._stored:
             yield None, self._source.read(path)
+        elif path == _HEAD:  # of a format that has one for models that tie it, too
+            yield None, self._source.read(_EMBEDDING).T
         else:
             # Zeros do for a router among equal experts, and for the gate of a universal FFN of constant weight.
             yield None, self._zeros(path)
 
-    def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:
-        """Yields (e, codes of leaf[e]) for every e, in the order of the bank: stored codes, or else new ones.
+    def codes(self, path: str) -> Iterator[tuple[int, Codes]]:
+        """Yields (e, codes of leaf[e]) for every e, in the order of the bank, as they are stored.
 
         Raises:
-          InputError: if stored codes cannot be written so, or are not finite.
+          InputError: if they cannot be written so.
         """
-        stored = codes_of(self._source, path, self._shapes[path][1:], packing)
-        if stored is not None:
-            # A universal FFN in the bank is its last expert, and not one of the router's.
-            for outputs, codes in zip(self._outputs(path), stored, strict=False):
-                for output in outputs:
-                    yield output, codes
-            return
-        coded, codes = None, None
-        for expert, kernel in self._experts(path):
-            if kernel is not coded or codes is None:  # those of a dense layer are one kernel, and of merged experts
-                check_finite(f"{path}[{expert}]", kernel, REMEDY)
-                coded, codes = kernel, packing.quantise(kernel.astype(np.float32), packing.bits, packing.group_size)
-            yield expert, codes
+        # A universal FFN in the bank is its last expert, and not one of the router's.
+        for outputs, codes in zip(self._outputs(path), stored_codes(self._source, path), strict=False):
+            for output in outputs:
+                yield output, codes
 
     def _experts(self, path: str) -> Iterator[tuple[int, np.ndarray]]:
         outputs, shape = self._outputs(path), self._shapes[path][1:]
@@ -313,6 +311,7 @@ class MergedModel:
             path.replace("/universal/", "/experts/"),
             path.replace("/universal/", "/experts/base/"),
             f"{path.partition('/mlp/')[0]}/attention_norm/scale",
+            _EMBEDDING,  # for the head
         )
         return np.dtype(next(self._stored[leaf].dtype for leaf in like if leaf in self._stored))
 

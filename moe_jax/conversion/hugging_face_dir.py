@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.families import FAMILIES, family_named
+from moe_jax.conversion.formats import format_of
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.model_table import plain_name, table_of
 from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
@@ -149,6 +150,7 @@ class HuggingFaceDirectory(CheckpointSource):
         try:
             names = self.checkpoint.tensors if _needs_names(data) and has_weights(self.path) else ()
             data = completed_config(data, elsewhere, names)
+            self.quantized_as = format_of(data)
             self.config = read_hf_config(data, ignored=ignored_keys, processing=self.processing_keys())
             family = family_named(self.config.family)
             self._table = (*table_of(self.config), *family.left_out(self.config, data))
@@ -200,12 +202,19 @@ class HuggingFaceDirectory(CheckpointSource):
 
         leaves, where = leaf_specs(self.config), str(self.path)
         tensors = {plain_name(self.config, name): entry for name, entry in self.checkpoint.tensors.items()}
+        table = self._table
+        if self.quantized_as is not None:
+            try:
+                table = (*table, *self.quantized_as.ignored(tensors))
+                tensors = self.quantized_as.folded(tensors)
+            except InputError as error:
+                raise InputError(f"{self.path}: {error}") from None
         if family_named(self.config.family).sees is not None and self.config.vision is not None:
             try:
                 tensors = self._with_parts(tensors, self.config.vision)
             except InputError as error:
                 raise InputError(f"{self.path}: {error}") from None
-        return match_weights(tensors, self.config, leaves, where, table=self._table)
+        return match_weights(tensors, self.config, leaves, where, table=table)
 
     def _with_parts(self, own: Mapping[str, TensorEntry], vision: VisionConfig) -> dict[str, TensorEntry]:
         """Returns the tensors of the checkpoint, and those of its tower and its projector that are in other files."""

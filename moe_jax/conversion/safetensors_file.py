@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from moe_jax.conversion.tensors import DTYPE_BITS, DTYPES, MAX_RANK, TensorEntry, check_cover, check_tensor_name
+from moe_jax.conversion.tensors import DTYPE_BITS, MAX_RANK, STORED_DTYPES, TensorEntry, check_cover, check_tensor_name
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
@@ -100,9 +100,6 @@ def _bad(path: Path, problem: str) -> InputError:
 
 # --- writing --------------------------------------------------------------------------------------
 
-# Also the dtypes of packed codes, and of their shapes.
-_WRITTEN = DTYPES | {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
-
 
 class PlannedTensor(NamedTuple):
     """A tensor to be written: dtype as in safetensors, and shape."""
@@ -112,7 +109,7 @@ class PlannedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _WRITTEN[self.dtype].itemsize
+        return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
 
 
 def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[str, list[str]]:
@@ -143,7 +140,7 @@ class Layout(NamedTuple):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
         # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
-        for name, tensor in sorted(tensors.items(), key=lambda item: -_WRITTEN[item[1].dtype].itemsize):
+        for name, tensor in sorted(tensors.items(), key=lambda item: -STORED_DTYPES[item[1].dtype].itemsize):
             starts[name], end = end, end + tensor.nbytes
             offsets = [starts[name], end]
             header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
@@ -162,13 +159,14 @@ class ShardWriter(contextlib.AbstractContextManager):
         self._plan = plan_shards(tensors, max_bytes)
         self._file_of = {name: file for file, names in self._plan.items() for name in names}
 
-    def write(self, name: str, offset: int, values: np.ndarray) -> None:
+    def write(self, name: str, offset: int, values: np.ndarray) -> int:
         """Writes a contiguous run of a tensor, from element `offset` on, with values in the tensor's dtype.
 
-        Safe to call from several threads for different runs.
+        Safe to call from several threads for different runs. Returns the number of bytes that it took.
         """
-        assert values.dtype == _WRITTEN[self._tensors[name].dtype] and values.flags.c_contiguous
+        assert values.dtype == STORED_DTYPES[self._tensors[name].dtype] and values.flags.c_contiguous
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
+        return values.nbytes
 
     @abc.abstractmethod
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:

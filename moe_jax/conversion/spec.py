@@ -4,13 +4,18 @@ import dataclasses
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from moe_jax.core.errors import InputError, flag_of
+from moe_jax.conversion.gguf.gguf_types import GGUF_TYPES, GGUFType
+from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
+from moe_jax.files.storage_path import as_path
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Code = Literal["4", "8", "fp8", "fp8-block", "nvfp4", "mxfp4"]
+"""Numbers that a part of a model can be stored in, by their names in `encoders`."""
+CODES = "|".join(get_args(Code))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,9 @@ class ConvertSpec(TakesNonfinite):
     ignore_keys: Annotated[str | Collection[str], Shown("KEY,KEY,...", read_as=str)] = ""
     """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
     refused."""
+    codes: Literal["decode", "keep"] = "decode"
+    """Of a quantised checkpoint: decode all tensors; or keep experts in their codes, bit for bit, where a model
+    directory can hold them, and decode the rest."""
     vision_tower: Annotated[str | os.PathLike[str] | None, Shown("DIR", "in the checkpoint", Path | None)] = None
     """Of a MoE-LLaVA, whose checkpoint may only name its image encoder: a Hugging Face directory of that or of the CLIP
     that it is a part of, or ORG/NAME. Its weights take the place of any in the checkpoint."""
@@ -61,18 +69,41 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     dense_layers: Literal["replicate", "refuse"] = "replicate"
     """If a format needs an MoE in every layer: store a dense layer as equal experts (replicate); or take another format
     that holds the model, or stop (refuse)."""
-    format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint"
-    """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or the LoRA of
-    an adapter directory, for the PEFT library."""
-    bits: Annotated[Literal[4, 8] | None, Shown("4|8", "those that the experts have, or 4")] = None
-    """With `format` compressed-tensors: of the codes. Experts that are such codes already keep them; others are
-    rounded."""
+    format: Literal["checkpoint", "compressed-tensors", "gguf", "peft"] = "checkpoint"
+    """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; a GGUF file of
+    the whole model, which llama.cpp loads; or the LoRA of an adapter directory, for the PEFT library."""
+    gguf_type: Annotated[GGUFType | None, Shown("TYPE", "F32, F16 or BF16, as the matrices are", str | None)] = None
+    """With `format` gguf: F32, F16 or BF16; Q8_0, Q6_K, Q5_1, Q5_0, Q4_1, Q4_0 or Q2_K; or a mix of several, Q5_K_M,
+    Q5_K_S, Q4_K_M, Q4_K_S, Q3_K_L, Q3_K_M or Q3_K_S. Norms, biases and routers are always F32."""
+    imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
+    """With `format` gguf: a file of llama.cpp's llama-imatrix for this model, which says how much the inputs of every
+    matrix count when it is rounded to a K-quant."""
+    bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "those that the experts have, or 4", str | None)] = None
+    """With `format` compressed-tensors: numbers that experts are stored in: whole ones of 4 or 8 bits, FP8 with a scale
+    for every output (fp8) or for 128 x 128 (fp8-block), NVFP4 or MXFP4. Experts that are such codes already keep
+    them; others are rounded."""
+    parts: Literal["experts", "model"] = "experts"
+    """With `format` compressed-tensors: what is stored so: experts, or all linear layers of the decoder but the
+    head and routers."""
+    attention_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)] = None
+    """With `format` compressed-tensors: the same, of attention."""
+    dense_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)] = None
+    """With `format` compressed-tensors: the same, of FFNs that are no experts, or stand beside them."""
+    head_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "it stays whole", str | None)] = None
+    """With `format` compressed-tensors: the same, of a head that is not the embedding."""
     group_size: Annotated[
         int | None, Shown("N", "that of the experts if it fits, or the largest of 128, 64 and 32 that does")
     ] = None
-    """With `format` compressed-tensors: inputs that share a scale."""
+    """With `format` compressed-tensors: inputs that share a scale of whole numbers."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
+
+    @property
+    def codes(self) -> dict[str, str | None]:
+        """By part of the model, the numbers that it is stored in; None: those that the experts have. See `packing`."""
+        given = {"dense": self.dense_bits, "attention": self.attention_bits, "head": self.head_bits}
+        codes = {part: str(code) for part, code in given.items() if code is not None}
+        return {"experts": None if self.bits is None else str(self.bits), **codes}
 
     def __post_init__(self) -> None:
         known = ("base", "format", "allow_nonfinite")
@@ -80,9 +111,32 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         given = [flag_of(name) for name, default in others.items() if getattr(self, name) != default]
         if self.format == "peft" and given:
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
-        if self.format != "compressed-tensors" and (self.bits is not None or self.group_size is not None):
-            raise InputError("--bits and --group-size: only with --format compressed-tensors")
+        of_gguf = [flag_of(name) for name in ("gguf_type", "imatrix") if getattr(self, name) is not None]
+        if self.format != "gguf" and of_gguf:
+            raise InputError(f"{', '.join(of_gguf)}: only with --format gguf")
+        if self.gguf_type is not None:
+            check_member("--gguf-type", self.gguf_type, GGUF_TYPES)
+        not_in_gguf = [name for name in ("dtype", "expert_layout", "max_shard_size") if flag_of(name) in given]
+        if self.format == "gguf" and not_in_gguf:
+            raise InputError(f"{', '.join(map(flag_of, not_in_gguf))}: does not go with --format gguf; see --gguf-type")
+        of_codes = ("bits", "parts", "attention_bits", "dense_bits", "head_bits", "group_size")
+        given = [flag_of(name) for name in of_codes if getattr(self, name) != others[name]]
+        if self.format in ("checkpoint", "gguf") and given:
+            raise InputError(f"{', '.join(given)}: only with --format compressed-tensors")
+        for name in ("bits", "attention_bits", "dense_bits", "head_bits"):
+            value = getattr(self, name)
+            if value is not None and str(value) not in get_args(Code):
+                raise InputError(f"{flag_of(name)} {shown(value)}: expected one of {', '.join(get_args(Code))}")
         if self.group_size is not None and (self.group_size < 8 or self.group_size % 8):
             raise InputError(f"--group-size {self.group_size} must be a multiple of 8")
         if self.max_shard_size is not None:
             parse_bytes(self.max_shard_size, flag="--max-shard-size")
+
+
+def check_gguf_name(dst: Path | str) -> None:
+    """Raises `InputError` unless a GGUF file can be written under this name."""
+    path = as_path(dst)
+    if not path.renames:
+        raise InputError(f"{dst}: GGUF files are written on a disk; write it there, and copy it to the bucket")
+    if path.suffix.lower() != ".gguf":
+        raise InputError(f"{dst}: --format gguf writes one file; call it NAME.gguf")

@@ -213,23 +213,32 @@ def _first_match(table: Table, names: Iterable[str], layout: str) -> str | None:
     return next((name for name in names if pattern.fullmatch(name)), None)
 
 
-def print_mapping(mapped: Mapped, leaves: Mapping[str, Any], stored: Mapping[str, Any], console: Console) -> None:
+def print_mapping(
+    mapped: Mapped,
+    leaves: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    console: Console,
+    *,
+    codes: Mapping[str, str] = {},
+) -> None:
     """Prints which tensors and leaves correspond, by which operations, and their sizes; a line for all of a kind.
 
-    The `leaves` have shapes and dtypes as they are written, `stored` the dtypes as they are read.
+    The `leaves` have shapes and dtypes as they are written, `stored` the dtypes as they are read; `codes` has a word
+    for those of every tensor that is stored in codes.
     """
     tensor_shapes, pieces = mapped
     counts: dict[tuple[str, ...], tuple[set[str], set[str]]] = {}
     for leaf, parts in pieces.items():
-        before, after = stored[leaf].dtype, leaves[leaf].dtype
+        after = str(leaves[leaf].dtype)
         for piece in parts:
+            before = codes.get(piece.tensor, str(stored[leaf].dtype))
             line = (
                 piece.template,
                 "x".join(map(str, tensor_shapes[piece.tensor])),
                 _operations(piece, tensor_shapes[piece.tensor]),
                 re.sub(r"^(vision/tower/|)layers/\d+/", r"\1layers/{i}/", leaf),
                 "x".join(map(str, leaves[leaf].shape)),
-                str(before) if before == after else f"{before} -> {after}",
+                before if before == after else f"{before} -> {after}",
             )
             tensors, paths = counts.setdefault(line, (set(), set()))
             tensors.add(piece.tensor)

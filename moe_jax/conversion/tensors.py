@@ -1,5 +1,6 @@
 """Positions of tensors in files, runs of their elements read without the rest, and fast transposed copies."""
 
+import abc
 import math
 import threading
 import weakref
@@ -29,6 +30,13 @@ DTYPE_BITS = {
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
+# What codes and scales are stored as.
+STORED_DTYPES = DTYPES | {
+    "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}  # fmt: skip
+
 MAX_RANK = 64  # of NumPy and of PyTorch
 _MAX_NAME = 1000
 _CRC_BYTES = 8 << 20  # that are read at a time
@@ -50,6 +58,67 @@ class Blocks(NamedTuple):
     nbytes: int  # bytes of a block
 
 
+ReadRows = Callable[["TensorEntry", int, int], np.ndarray]
+"""`read(entry, start, stop)`: some rows [stop - start, n] of a stored tensor, whose axes but the last are one."""
+
+
+class Groups(NamedTuple):
+    """Codes of whose consecutive ones in a row `size` share a scale, and perhaps a zero point.
+
+    Attributes:
+      bits: of a code.
+      size: number of codes in a group; that of a row, or more: a row is one group.
+      levels: what the codes 0, 1, ... stand for, times their scale; None: themselves, less their zero point.
+    """
+
+    bits: int
+    size: int
+    levels: tuple[float, ...] | None = None
+
+
+class CodesOfGroups(NamedTuple):
+    """Rows of codes, UInt8[n, in], with scales Float32[n, groups] and zero points Int[n, groups], which may be None."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None = None
+
+
+class CodedRows(abc.ABC):
+    """How a tensor is decoded that several stored ones stand for, such as codes and scales.
+
+    Attributes:
+      is_by_rows: whether some of its rows can be decoded without reading the rest.
+    """
+
+    is_by_rows: bool = True
+
+    @property
+    def groups(self) -> Groups | None:
+        """A description of its codes, if they are of groups in a row; None: they are not."""
+        return None
+
+    def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
+        """Returns rows of its codes; only if they are of `groups`. Raises `InputError` as `decoded` does."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
+        """Returns rows of it, Float32[stop - start, n], new; its axes but the last are one.
+
+        Raises:
+          InputError: if what is stored makes no sense, such as scales that are not finite.
+        """
+
+
+class StoredRows(NamedTuple):
+    """A tensor in codes: how it is decoded, the bytes that all of it takes in its files, and a word for its codes."""
+
+    codes: CodedRows
+    nbytes: int
+    kind: str
+
+
 class TensorEntry(NamedTuple):
     """The position of a tensor.
 
@@ -65,6 +134,8 @@ class TensorEntry(NamedTuple):
         are.
       interleaved: number of heads in its rows, if the two halves of a head's rotary dimensions alternate row by row
         (GGUF files only) and the reader of rows has to reorder them; None: the rows are in order.
+      added: what was added to each of its elements when it was written (GGUF files only).
+      coded: of a tensor that other ones stand for, which has no position: how it is decoded, as float32.
     """
 
     file: Path
@@ -76,6 +147,8 @@ class TensorEntry(NamedTuple):
     checksum: Checksum | None = None
     blocks: Blocks | None = None
     interleaved: int | None = None
+    added: float = 0.0
+    coded: StoredRows | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +156,8 @@ class TensorEntry(NamedTuple):
 
     def stored_bytes(self, elements: int) -> int:
         """Number of bytes that this many of its elements take in the file; in blocks, whole ones."""
+        if self.coded is not None:
+            return self.coded.nbytes * elements // max(1, math.prod(self.shape))
         if self.blocks is not None:
             return elements // self.blocks.elements * self.blocks.nbytes
         return elements * DTYPE_BITS[self.dtype] // 8
@@ -115,6 +190,24 @@ class TensorFiles:
         stored = np.empty((out.size // entry.blocks.elements, entry.blocks.nbytes), np.uint8)
         self._fill(entry, position, stored.reshape(-1).data)
         out.reshape(-1)[:] = dequantized(stored, entry.blocks).reshape(-1)
+
+    def rows(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+        """Reads rows [stop - start, n] of a tensor as they are stored, or decoded; all axes but the last are one.
+
+        Raises:
+          InputError: as `read_into` does, or if what is decoded makes no sense.
+        """
+        if entry.coded is not None:
+            return entry.coded.codes.decoded(self.rows, start, stop)
+        width = entry.shape[-1] if entry.shape else 1
+        out = np.empty((stop - start, width), STORED_DTYPES[entry.dtype])
+        self.read_into(entry, start * width, out)
+        return out
+
+    def codes(self, entry: TensorEntry, start: int, stop: int) -> CodesOfGroups:
+        """Reads rows of the codes of a tensor that has groups of them; raises `InputError` as `rows` does."""
+        assert entry.coded is not None
+        return entry.coded.codes.codes_of_groups(self.rows, start, stop)
 
     def read_strided(self, entry: TensorEntry) -> np.ndarray:
         """Reads a whole tensor of any strides; returns it with those strides."""

@@ -4,24 +4,25 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
+from moe_jax.conversion.formats.coded_parts import CodingErrors, Pack, Packing, part_of
+from moe_jax.conversion.formats.encoders import WholeNumbers
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.packed_experts import Packing
-from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
+from moe_jax.conversion.safetensors_file import PlannedTensor, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping
 from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
@@ -45,9 +46,6 @@ from moe_jax.model_io.portable_lineage import without_places
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ImageProcessing, ModelConfig
 
-Pack = Callable[[ModelConfig, ModelConfig], Packing]
-"""Returns how the experts of a model are written in codes, given its config and the config that is written."""
-
 SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
 
 
@@ -62,7 +60,7 @@ def export(
 ) -> None:
     """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with its size.
 
-    If `packed` is given, experts are written in codes; a dry run only prints the mapping and sizes.
+    If `packed` is given, parts of it are written in codes; a dry run only prints the mapping and sizes.
 
     Raises:
       InputError: if no format can hold the model, weights are not finite or too large for the dtype, or `dst` exists.
@@ -80,8 +78,7 @@ def export(
     max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
     (refuse_existing if dry_run else check_target)(dst, buckets=True)
     check_beside(dst, [source.path])
-    if is_tuned(source.config):
-        raise InputError(_what_to_do(source))
+    refuse_tuned(source)
 
     # Checks, before anything is read, that there is a format that can hold this model.
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate")
@@ -91,18 +88,19 @@ def export(
     specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in stored.items()}
     mapped = mapped_model(config, specs, spec.expert_layout)
     tensors = _planned(mapped, specs)
-    packing = None if packed is None else packed(source.config, config)
+    packing = None if packed is None else packed(source, config)
     if packing is not None:
         tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
     sizes = {
         path: sum(tensors[name].nbytes for name in _tensors_of(path, mapped, packing))
-        if packing is not None and packing.is_packed(path)
+        if packing is not None and packing.encoder_of(path) is not None
         else count_bytes([spec])
         for path, spec in specs.items()
     }
     print_changes(source.config, config, sizes, console)
     if packing is not None:
-        console.print(packing.said(source.config, config))
+        for line in filter(None, (packing.said(source), packing.warning())):
+            console.print(line, soft_wrap=True)
     if grown := _growth(source, sizes, packed=packing is not None):
         console.print(grown)
     if dry_run:
@@ -114,7 +112,7 @@ def export(
     kept = ("expert_layout", "dense_layers", "dtype", "allow_nonfinite")
     options = {"max_shard_size": max_bytes, **{name: getattr(spec, name) for name in kept}}
     if packing is not None:
-        options |= {"bits": packing.bits, "group_size": packing.group_size}
+        options |= {"codes": {part: encoder.word for part, encoder in packing.encoders.items()}}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
         with open_work(dst, job_of(lineage)) as work:
@@ -129,7 +127,7 @@ def export(
             }
             copy_tokenizer_files(files, folder)
             with shard_writer(work, tensors, max_bytes) as writer:
-                writing = _Writing(
+                writing = LeafWriting(
                     model=model,
                     mapped=mapped,
                     specs=specs,
@@ -157,6 +155,8 @@ def export(
             (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+    if said := writing.errors.said():
+        console.print(said, markup=False, soft_wrap=True)
 
 
 def _processing_of(config: ModelConfig) -> ImageProcessing | None:
@@ -188,8 +188,13 @@ def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
     return None if file is None else Tokenizer(file, source.config)
 
 
+def refuse_tuned(source: ModelSource) -> None:
+    """Raises `InputError` for a model that no checkpoint holds as it is; it says which ways out are open to it."""
+    if is_tuned(source.config):
+        raise InputError(_what_to_do(source))
+
+
 def _what_to_do(source: ModelSource) -> str:
-    """Returns why a tuned model has no checkpoint, with the ways out that are open to it."""
     if kinds := kinds_without_place(source.config):
         folds = any("/lora/" in path or "/nf4/" in path for path in source.specs())
         rest = " (moe-jax merge --partly folds the LoRA and NF4 kernels beside them)" if folds else ""
@@ -212,18 +217,59 @@ def _generation_settings(source: ModelSource) -> dict[str, Any] | None:
     return None
 
 
+class Sized(Protocol):
+    """A planned tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in its file."""
+        ...
+
+
+class TensorWriter(Protocol):
+    """A file, or several, whose planned tensors are written run by run."""
+
+    def write(self, name: str, offset: int, values: np.ndarray) -> int:
+        """Writes a contiguous run of a tensor, from element `offset` on; returns the number of bytes that it took."""
+        ...
+
+    def sync(self) -> bool:
+        """Waits until the written bytes are safe, if that is possible yet; returns whether all of them are."""
+        ...
+
+    def are_kept(self, names: Iterable[str]) -> bool:
+        """Whether an interrupted command is known to have written all of these tensors."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Writing:
-    """The writing of a model's tensors, leaf by leaf."""
+class LeafWriting:
+    """The writing of a model's tensors, leaf by leaf.
+
+    Attributes:
+      model: whose leaves are written.
+      mapped: the pieces of its leaves.
+      specs: shapes of the leaves, and the dtypes in which the writer takes them.
+      tensors: what is planned, by name.
+      writer: writes runs of tensors.
+      progress: advances by the bytes that were written.
+      packing: how experts are put in codes; None: they are not.
+      allow_nonfinite: whether NaN and infinity may be written.
+      orders: for tensors whose rows are in another order than the leaf's, the leaf's row of each.
+      added: for tensors that hold more than the leaf, what is added to every number.
+    """
 
     model: MergedModel
     mapped: Mapped
     specs: Mapping[str, jax.ShapeDtypeStruct]
-    tensors: Mapping[str, PlannedTensor]
-    writer: ShardWriter
+    tensors: Mapping[str, Sized]
+    writer: TensorWriter
     progress: ByteProgress
     packing: Packing | None
     allow_nonfinite: bool
+    orders: Mapping[str, np.ndarray] = field(default_factory=dict)
+    added: Mapping[str, float] = field(default_factory=dict)
+    errors: CodingErrors = field(default_factory=CodingErrors)
 
     def write_layers(self, work: Workplace | RemoteWork) -> None:
         """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
@@ -238,7 +284,7 @@ class _Writing:
                 self.progress.skip(size)
                 continue
             for path in paths:
-                if self.packing is not None and self.packing.is_packed(path):
+                if self.packing is not None and self.packing.encoder_of(path) is not None:
                     self._write_packed(path, self.packing)
                 else:
                     self._write_leaf(path)
@@ -246,13 +292,34 @@ class _Writing:
                 work.note(layer, {"bytes": size})
 
     def _write_packed(self, path: str, packing: Packing) -> None:
-        """Writes the expert kernels of one matrix in codes: in stored codes, or else in new ones."""
+        """Writes the kernels of a leaf in codes: in stored codes, or else in new ones."""
         by_expert = {piece.expert: piece for piece in self.mapped.pieces[path]}
-        for expert, codes in self.model.codes(path, packing):
-            for name, values in packing.tensors(by_expert.pop(expert), codes, self.specs[path].dtype):
-                self.writer.write(name, 0, values)
-                self.progress.advance(values.nbytes)
+        for expert, tensors in self._in_codes(path, packing):
+            piece = by_expert.pop(expert)
+            for ending, values in tensors.items():
+                contiguous = np.ascontiguousarray(values)
+                self.progress.advance(self.writer.write(f"{piece.tensor}{ending}", 0, contiguous))
         assert not by_expert, (path, by_expert)
+
+    def _in_codes(self, path: str, packing: Packing) -> Iterator[tuple[int | None, dict[str, np.ndarray]]]:
+        """Yields the tensors of every kernel of a leaf, by their endings, and counts the errors of new codes."""
+        encoder, scales = packing.encoder_of(path), packing.scales(path, self.specs[path].dtype)
+        assert encoder is not None
+        if packing.stored and part_of(path) == "experts":
+            assert isinstance(encoder, WholeNumbers)
+            shape = self.mapped.pieces[path][0].shape
+            for expert, codes in self.model.codes(path):
+                yield expert, encoder.tensors(codes, shape, scales)
+            return
+        before, made = None, None
+        for expert, kernel in self._parts_of(path, self.mapped.pieces[path]):
+            if kernel is not before or made is None:  # those of a dense layer are one kernel, and of merged experts
+                name = path if expert is None else f"{path}[{expert}]"
+                check_finite(name, kernel, REMEDY)
+                matrix = np.ascontiguousarray(kernel.T, np.float32)
+                before, made = kernel, encoder.encoded(matrix, scales)
+                self.errors.add(path, matrix, made.decoded)
+            yield expert, made.tensors
 
     def _write_leaf(self, path: str) -> None:
         """Writes one leaf. The next expert is made while the previous one is written; two are in memory."""
@@ -284,24 +351,25 @@ class _Writing:
     def _write_rows(self, part: np.ndarray, piece: Piece, rows: tuple[int, int], dtype: np.dtype) -> None:
         """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
         start, stop = rows
+        order = self.orders.get(piece.tensor)
+        chosen = slice(start, stop) if order is None else order[start:stop]
         with np.errstate(all="ignore"):  # numbers that are not finite were found before, or are allowed
-            cut = (part[:, start:stop] if piece.transpose else part[start:stop]).astype(dtype, copy=False)
+            cut = (part[:, chosen] if piece.transpose else part[chosen]).astype(dtype, copy=False)
         if piece.transpose:
             values = np.empty(cut.shape[::-1], dtype)
             copy_transposed(cut, values)
         else:
             values = np.ascontiguousarray(cut)
-        self.writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
-        self.progress.advance(values.nbytes)
+        if piece.tensor in self.added:
+            values = values + values.dtype.type(self.added[piece.tensor])
+        offset = piece.offset + start * math.prod(piece.shape[1:])
+        self.progress.advance(self.writer.write(piece.tensor, offset, values))
 
 
 def _tensors_of(path: str, mapped: Mapped, packing: Packing | None) -> Iterator[str]:
     """Yields the tensors that hold a leaf."""
     for piece in mapped.pieces[path]:
-        if packing is not None and packing.is_packed(path):
-            yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
-        else:
-            yield piece.tensor
+        yield from [piece.tensor] if packing is None else packing.tensors_of(path, piece)
 
 
 def _growth(source: ModelSource, sizes: Mapping[str, int], *, packed: bool) -> str | None:

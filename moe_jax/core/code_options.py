@@ -44,7 +44,8 @@ class CodesOptions:
 
     def more_in_words(self) -> str:
         """Returns the other options of codes in words, such as `, 8-bit scales`."""
-        return (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
+        scales = "" if self.scale_bits == 16 else f", {self.scale_bits}-bit scales"
+        return (", fitted levels" if self.table else "") + scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ class ExpertCodesOptions(CodesOptions):
       bits: per code: 8, 4, 3, 2 or 1.
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
       table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; of matrices of 4, 3 or 2 bits.
-      scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
+      scale_bits: of a scale: 16, or 32; or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps`
+        [E, groups, 1].
       zero_points: groups have `zeros` [E, groups, out], zero points of eight bits.
       row_scales: what codes stand for is multiplied by `row_scales` [E, in, 1].
       gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
@@ -96,7 +98,7 @@ class BaseCodesOptions(CodesOptions):
       code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.codes`).
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
       table: every kernel of 4, 3 or 2 bits has a table of levels of its own.
-      scale_bits: of a scale: 16, or 8 (see `functional.codes`). NF4 has its own.
+      scale_bits: of a scale: 32, 16, or 8 (see `functional.codes`). NF4 has its own.
       gate_bits, up_bits, down_bits: bits of the codes of these matrices; None: as `code` says; 0: these matrices have
         no base, and experts have them for themselves. Not with NF4.
 
@@ -137,8 +139,8 @@ class BaseCodesOptions(CodesOptions):
 
 def check_scale_bits(scale_bits: int) -> None:
     """Raises `InputError` unless scales can have so many bits."""
-    if scale_bits not in (16, 8):
-        raise InputError(f"scale_bits={scale_bits} must be 16 or 8")
+    if scale_bits not in (32, 16, 8):
+        raise InputError(f"scale_bits={scale_bits} must be 16 or 8, or 32 for codes that have such scales already")
 
 
 def check_group_size(group_size: int | None) -> None:

@@ -77,17 +77,17 @@ def check_beside(target: Path, sources: Iterable[Path]) -> None:
             )
 
 
-def refuse_existing(target: Path, *, buckets: bool = False) -> None:
+def refuse_existing(target: Path, *, buckets: bool = False, file: bool = False) -> None:
     """Raises `InputError` if nothing may be made at `target`.
 
     There is something, it is in a bucket and not meant to (`buckets`), or it is called as files of weights are, and a
-    directory would be made.
+    directory would be made, not a `file`.
     """
     target = as_path(target)
-    if target.suffix.lower() in _FILES_OF_WEIGHTS:
+    if not file and target.suffix.lower() in _FILES_OF_WEIGHTS:
         raise InputError(
             f"{target} is the name of a file, and a directory is made: leave out {target.suffix}"
-            + ("; llama.cpp makes GGUF files of exported checkpoints" if target.suffix.lower() == ".gguf" else "")
+            + ("; moe-jax export --format gguf makes GGUF files" if target.suffix.lower() == ".gguf" else "")
         )
     if buckets and isinstance(target, BucketPath):
         refuse_finished(target)
@@ -98,9 +98,9 @@ def refuse_existing(target: Path, *, buckets: bool = False) -> None:
         raise InputError(f"{target} already exists; choose another name or remove it")
 
 
-def check_target(target: Path, *, buckets: bool = False) -> None:
+def check_target(target: Path, *, buckets: bool = False, file: bool = False) -> None:
     """Raises `InputError` if nothing can be made at `target`; to be called before work that takes long."""
-    refuse_existing(target, buckets=buckets)
+    refuse_existing(target, buckets=buckets, file=file)
     check_writable(target)
 
 
@@ -288,7 +288,7 @@ class Workplace(Work):
         self._made = [parent for parent in self.folder.parents if not parent.exists()]
         self._lock = _make_and_lock(self.folder, self._target)
         try:
-            refuse_existing(self._target)
+            self._refuse_existing()
             job = self.folder / _JOB
             if not (self._goes_on and job.is_file() and job.read_text("utf-8") == self._job):
                 self.begin_anew()
@@ -297,6 +297,9 @@ class Workplace(Work):
             os.close(self._lock)
             raise
         return self
+
+    def _refuse_existing(self) -> None:
+        refuse_existing(self._target)
 
     def begin_anew(self) -> None:
         """Removes the files that an earlier command left in the folder."""

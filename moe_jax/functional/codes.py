@@ -58,6 +58,11 @@ SCALE_DTYPE = jnp.bfloat16
 _MOST = 127
 
 
+def scale_dtype(scale_bits: int) -> jnp.dtype:
+    """Returns the dtype of scales of 32 or 16 bits, or of the steps of those of 8."""
+    return jnp.dtype(jnp.float32 if scale_bits == 32 else SCALE_DTYPE)
+
+
 class Grid(NamedTuple):
     """The numbers that codes stand for: a level times the scale of the code's group.
 
@@ -97,10 +102,10 @@ def scale_leaves(scales: Float[Array, "*stack g s"], scale_bits: int) -> dict[st
 
     Args:
       scales: float32.
-      scale_bits: 16, or 8.
+      scale_bits: 32, 16, or 8.
     """
-    if scale_bits == 16:
-        return {"scales": scales.astype(SCALE_DTYPE)}
+    if scale_bits > 8:
+        return {"scales": scales.astype(scale_dtype(scale_bits))}
     steps = jnp.max(jnp.abs(scales), axis=-1, keepdims=True).astype(SCALE_DTYPE)
     wide = steps.astype(jnp.float32)
     roots = jnp.sqrt(jnp.abs(scales) / jnp.where(wide > 0, wide, 1))

@@ -107,7 +107,7 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
     before = content_of(source)
     export(HuggingFaceDirectory(source), tmp_path / "undisturbed", ExportSpec(max_shard_size="40kB"), console=QUIET)
     written: list[str] = []
-    write = to_hugging_face._Writing._write_leaf
+    write = to_hugging_face.LeafWriting._write_leaf
 
     def write_leaf(writing, path):
         if path.startswith("layers/1/"):
@@ -116,13 +116,13 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
         write(writing, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(to_hugging_face._Writing, "_write_leaf", write_leaf)
+        patch.setattr(to_hugging_face.LeafWriting, "_write_leaf", write_leaf)
         with pytest.raises(OSError, match="No space left") as stopped:
             export(HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(max_shard_size="40kB"), console=QUIET)
     assert "moe-jax clean" in stopped.value.__notes__[0]
     again: list[str] = []
     monkeypatch.setattr(
-        to_hugging_face._Writing,
+        to_hugging_face.LeafWriting,
         "_write_leaf",
         lambda writing, path: (again.append(path), write(writing, path)),
     )
@@ -134,7 +134,7 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
 
 def test_an_export_of_other_options_begins_anew(tmp_path, monkeypatch):
     source = HuggingFaceDirectory(write_checkpoint(tmp_path / "m", CONFIGS["llama"], random_tensors(CONFIGS["llama"])))
-    write = to_hugging_face._Writing._write_leaf
+    write = to_hugging_face.LeafWriting._write_leaf
 
     def stop(writing, path):
         write(writing, path)
@@ -142,7 +142,7 @@ def test_an_export_of_other_options_begins_anew(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(to_hugging_face._Writing, "_write_leaf", stop)
+        patch.setattr(to_hugging_face.LeafWriting, "_write_leaf", stop)
         with pytest.raises(KeyboardInterrupt):
             export(source, tmp_path / "out", console=QUIET)
     for dst in ("out", "undisturbed"):

@@ -37,13 +37,23 @@ BLOCKS = {
     12: Blocks("Q4_K", 256, 144),
     13: Blocks("Q5_K", 256, 176),
     14: Blocks("Q6_K", 256, 210),
+    16: Blocks("IQ2_XXS", 256, 66),
+    17: Blocks("IQ2_XS", 256, 74),
+    18: Blocks("IQ3_XXS", 256, 98),
+    19: Blocks("IQ1_S", 256, 50),
+    20: Blocks("IQ4_NL", 32, 18),
+    21: Blocks("IQ3_S", 256, 110),
+    22: Blocks("IQ2_S", 256, 82),
+    23: Blocks("IQ4_XS", 256, 136),
+    29: Blocks("IQ1_M", 256, 56),
+    34: Blocks("TQ1_0", 256, 54),
+    35: Blocks("TQ2_0", 256, 66),
+    39: Blocks("MXFP4", 32, 17),
 }
 
 # Types that are known by name only.
 OTHERS = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4",
 }  # fmt: skip
 NAMES = (*PLAIN.values(), *(blocks.name for blocks in BLOCKS.values()))
 

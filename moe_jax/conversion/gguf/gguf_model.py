@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
-from moe_jax.conversion.gguf.gguf_architectures import ROPE_FACTORS, architecture_of, hugging_face_config
+from moe_jax.conversion.gguf.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.gguf_config import hugging_face_config
+from moe_jax.conversion.gguf.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.hf_config import read_hf_config
@@ -58,7 +60,7 @@ class GGUFModel(CheckpointSource):
 
         if self.quantized and importlib.util.find_spec("gguf") is None:
             raise InputError("quantised tensors of GGUF files need the package gguf: pip install 'moe-jax[gguf]'")
-        tensors = dict(self._tensors)
+        tensors = {name: self._architecture.in_table(name, entry) for name, entry in self._tensors.items()}
         for i, layer in enumerate(self.config.layers if self._architecture.interleaved else ()):
             for which, heads in (("q", layer.attention.num_heads), ("k", layer.attention.num_kv_heads)):
                 for name in (f"blk.{i}.attn_{which}.weight", f"blk.{i}.attn_{which}.bias"):

@@ -1,8 +1,8 @@
 """Converts the tokenizer in a GGUF file's metadata to tokenizer.json and tokenizer_config.json.
 
 Two kinds are known. `gpt2`: BPE over bytes, with merges; `tokenizer.ggml.pre` names the way in which a text is cut into
-pieces. `llama`: SentencePiece's BPE over characters, without merges but with a score for every token, and bytes for
-characters without a token.
+pieces, and where it has no name, the whole tokenizer.json may be there, too. `llama`: SentencePiece's BPE over
+characters, without merges but with a score for every token, and bytes for characters without a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,15 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
+from moe_jax.data.tokenizer import parse_tokenizer
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
-_LIST, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+WHOLE = "tokenizer.huggingface.json"
+DEFAULT = "default"  # name of the cuts of a text that have no name
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _MAX_PIECE = 512  # characters of a token that merges are looked for in
-_SPACE = "\u2581"
+SPACE = "\u2581"
 _Made = tuple[tokenizers.Tokenizer, dict[str, bool]]  # and whether BOS and EOS are added if the file does not say
 
 
@@ -33,7 +36,11 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | No
         return None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(f"{MODEL} is {shown(kind)}, known are {', '.join(_KINDS)}{_WAY_OUT}")
-    vocabulary = _Vocabulary.of(metadata)
+    vocabulary = Vocabulary.of(metadata)
+    whole = metadata.get(WHOLE)
+    if metadata.get(PRE) == DEFAULT and isinstance(whole, str):
+        parse_tokenizer(whole.encode(), WHOLE)
+        return whole, _settings(metadata, vocabulary, {"bos": False, "eos": False})
     try:
         made, defaults = _KINDS[kind](metadata, vocabulary)
         _add_tokens(made, vocabulary)
@@ -51,26 +58,26 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | No
 _WAY_OUT = "; convert the checkpoint that the file was made of, which has a tokenizer.json"
 
 
-class _Vocabulary(NamedTuple):
+class Vocabulary(NamedTuple):
     """Tokens in the order of their ids, and the type of each."""
 
     tokens: list[str]
     types: list[int]
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> "_Vocabulary":
-        tokens = metadata.get(_LIST)
+    def of(cls, metadata: Mapping[str, Any]) -> "Vocabulary":
+        tokens = metadata.get(TOKENS)
         if not isinstance(tokens, list) or not tokens:
-            raise InputError(f"{_LIST} is {shown(tokens)}, expected a list of tokens")
-        types = _numbers(metadata, _TYPES, len(tokens), default=_NORMAL)
+            raise InputError(f"{TOKENS} is {shown(tokens)}, expected a list of tokens")
+        types = _numbers(metadata, TYPES, len(tokens), default=NORMAL)
         return cls(tokens, types.astype(np.int64).tolist())
 
     def ids(self) -> dict[str, int]:
         """Id of every token that a text can have."""
-        found = {token: i for i, token in enumerate(self.tokens) if self.types[i] != _UNUSED}
-        if len(found) < len(self.tokens) - self.types.count(_UNUSED):
+        found = {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
+        if len(found) < len(self.tokens) - self.types.count(UNUSED):
             twice = next(token for i, token in enumerate(self.tokens) if found.get(token, i) != i)
-            raise InputError(f"{_LIST} holds {shown(twice)} twice")
+            raise InputError(f"{TOKENS} holds {shown(twice)} twice")
         return found
 
     def of_type(self, *types: int) -> list[str]:
@@ -84,7 +91,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """How a text is cut into pieces, none of which a token crosses."""
 
     cut: Sequence[Any] = ()  # the cuts, before bytes become characters
@@ -98,10 +105,10 @@ def _split(pattern: str) -> Any:
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-_GPT2 = _Pieces(by_words=True)
-_SMOLLM = _Pieces((pre_tokenizers.Digits(individual_digits=True),), by_words=True)
-_LLAMA3 = _Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"),), ignore_merges=True, add_bos=True)
-_QWEN2 = _Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"),), normalizer=normalizers.NFC())
+_GPT2 = Pieces(by_words=True)
+_SMOLLM = Pieces((pre_tokenizers.Digits(individual_digits=True),), by_words=True)
+_LLAMA3 = Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"),), ignore_merges=True, add_bos=True)
+_QWEN2 = Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"),), normalizer=normalizers.NFC())
 
 PIECES = {
     "gpt-2": _GPT2,
@@ -112,13 +119,20 @@ PIECES = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3._replace(ignore_merges=False, add_bos=False),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "stablelm2": _QWEN2,
 }
 
 
-def _byte_tokenizer(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> _Made:
+def cutter(pieces: Pieces) -> Any:
+    """Returns the library's pre-tokenizer that cuts a text so, and makes characters of its bytes."""
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces.by_words)
+    return pre_tokenizers.Sequence([*pieces.cut, by_bytes])
+
+
+def _byte_tokenizer(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Made:
     pre = metadata.get(PRE)
     if not isinstance(pre, str) or pre not in PIECES:
         hint = nearest(pre, PIECES) if isinstance(pre, str) else ""
@@ -136,8 +150,7 @@ def _byte_tokenizer(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> _Ma
     )
     if pieces.normalizer is not None:
         made.normalizer = pieces.normalizer
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces.by_words)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*pieces.cut, by_bytes])
+    made.pre_tokenizer = cutter(pieces)
     made.decoder = decoders.ByteLevel()
     return made, {"bos": pieces.add_bos, "eos": False}
 
@@ -145,7 +158,7 @@ def _byte_tokenizer(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> _Ma
 # --- characters -----------------------------------------------------------------------------------
 
 
-def _character_tokenizer(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> _Made:
+def _character_tokenizer(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Made:
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens))
     ids = vocabulary.ids()
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
@@ -153,24 +166,24 @@ def _character_tokenizer(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -
     made = tokenizers.Tokenizer(
         models.BPE(
             vocab=ids,
-            merges=_merges(vocabulary, scores, ids),
+            merges=scored_merges(vocabulary, scores, ids),
             unk_token=_token(vocabulary, unknown, "tokenizer.ggml.unknown_token_id"),
             fuse_unk=True,
-            byte_fallback=_BYTE in vocabulary.types,
+            byte_fallback=BYTE in vocabulary.types,
         )
     )
-    spaces = [normalizers.Replace(" ", _SPACE)]
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
-    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = [normalizers.Replace(" ", SPACE)]
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return made, {"bos": True, "eos": False}
 
 
-def _merges(vocabulary: _Vocabulary, scores: np.ndarray, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def scored_merges(vocabulary: Vocabulary, scores: np.ndarray, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Returns merges that join tokens in the order of their scores, each from every two tokens that it consists of."""
     found: list[tuple[float, int, int, str, str]] = []
     for i, token in enumerate(vocabulary.tokens):
-        if vocabulary.types[i] != _NORMAL or len(token) > _MAX_PIECE:
+        if vocabulary.types[i] != NORMAL or len(token) > _MAX_PIECE:
             continue
         for cut in range(1, len(token)):
             left, right = ids.get(token[:cut]), ids.get(token[cut:])
@@ -184,14 +197,14 @@ _KINDS = {"gpt2": _byte_tokenizer, "llama": _character_tokenizer}
 # --- both -----------------------------------------------------------------------------------------
 
 
-def _add_tokens(made: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+def _add_tokens(made: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     """Adds tokens that are found in a text before it is cut. Special ones are left out of decoded text."""
-    special, others = vocabulary.of_type(_CONTROL, _UNKNOWN), vocabulary.of_type(_USER_DEFINED)
+    special, others = vocabulary.of_type(CONTROL, UNKNOWN), vocabulary.of_type(USER_DEFINED)
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in others])
 
 
-def _settings(metadata: Mapping[str, Any], vocabulary: _Vocabulary, defaults: Mapping[str, bool]) -> dict[str, Any]:
+def _settings(metadata: Mapping[str, Any], vocabulary: Vocabulary, defaults: Mapping[str, bool]) -> dict[str, Any]:
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for edge, default in defaults.items():
         key = f"tokenizer.ggml.add_{edge}_token"
@@ -209,7 +222,7 @@ def _settings(metadata: Mapping[str, Any], vocabulary: _Vocabulary, defaults: Ma
     return settings if template is None else settings | {"chat_template": template}
 
 
-def _add_edges(made: tokenizers.Tokenizer, settings: dict[str, Any], vocabulary: _Vocabulary) -> None:
+def _add_edges(made: tokenizers.Tokenizer, settings: dict[str, Any], vocabulary: Vocabulary) -> None:
     """Adds BOS before a text and EOS after it, if the settings say so and there are such tokens."""
     edges = {edge: settings.get(f"{edge}_token") if settings[f"add_{edge}_token"] else None for edge in ("bos", "eos")}
     used = {token: vocabulary.tokens.index(token) for token in edges.values() if token is not None}
@@ -229,7 +242,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: int | N
     return values
 
 
-def _token(vocabulary: _Vocabulary, number: Any, key: str) -> str:
+def _token(vocabulary: Vocabulary, number: Any, key: str) -> str:
     if type(number) is not int or not 0 <= number < len(vocabulary.tokens):
         raise InputError(f"{key} is {shown(number)}, but there are {len(vocabulary.tokens):,} tokens")
     return vocabulary.tokens[number]

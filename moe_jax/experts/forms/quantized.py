@@ -21,6 +21,7 @@ from moe_jax.functional.codes import (
     codes_shape,
     pack,
     repeat_over_rows,
+    scale_dtype,
     scales_of,
     scales_shape,
     unpack,
@@ -79,7 +80,7 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
         """Leaves of packed codes, whose levels are the odd numbers, with one scale: half the step between levels."""
         stack = codes.shape[:-2]
         shape = (*stack, *scales_shape(matrix.shape, self.group_size))
-        leaves = {"codes": codes, "scales": jnp.full(shape, scale, SCALE_DTYPE)}
+        leaves = {"codes": codes, "scales": jnp.full(shape, scale, scale_dtype(self.scale_bits))}
         if self.scale_bits == 8:
             # Of scales of zero, too, so that a step has a gradient.
             leaves = {"codes": codes, "scale_codes": jnp.full(shape, 127, jnp.int8)}

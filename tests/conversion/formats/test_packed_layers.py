@@ -9,7 +9,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import moe_jax
-from moe_jax.api.transforms import packed_experts
+from moe_jax.api.transforms import packed_parts
 from moe_jax.commands.cli import main
 from moe_jax.conversion.to_hugging_face import export
 from moe_jax.core.errors import InputError
@@ -46,7 +46,7 @@ def test_a_universal_ffn_in_the_bank_is_no_routed_expert(tmp_path):
     written(tmp_path / "moe", moe_config(dense, bank, universal="med", extended=True), dense)
     options = {"method": "quantize", "bits": 4, "group_size": 8, "levels": "even"}
     moe_jax.compress(tmp_path / "moe", tmp_path / "small", **options)
-    export(ModelDirectory(tmp_path / "small"), tmp_path / "packed", packed=packed_experts(), console=QUIET)
+    export(ModelDirectory(tmp_path / "small"), tmp_path / "packed", packed=packed_parts(), console=QUIET)
     export(ModelDirectory(tmp_path / "small"), tmp_path / "plain", console=QUIET)
     files = tensors_of(tmp_path / "plain")
     for expert in range(3):
@@ -64,7 +64,7 @@ def test_narrower_layers_are_padded_before_they_are_coded(tmp_path):
     options = {"method": "quantize", "bits": 4, "group_size": 8, "levels": "even"}
     moe_jax.compress(tmp_path / "moe", tmp_path / "small", **options)
     for folder, group_size in (("same", 8), ("wider", 16)):
-        packing = packed_experts(4, group_size)
+        packing = packed_parts({"experts": "4"}, group_size)
         export(ModelDirectory(tmp_path / "small"), tmp_path / folder, packed=packing, console=QUIET)
         assert kernel_of(tmp_path / folder, "model.layers.0.block_sparse_moe.experts.1.w2.weight").shape == (D, F)
     export(ModelDirectory(tmp_path / "small"), tmp_path / "plain", console=QUIET)
@@ -100,11 +100,11 @@ def test_groups_of_no_size(group_size, tmp_path):
     config = moe_config(dense, BankConfig())
     source = written(tmp_path / "moe", config, dense)
     with pytest.raises(InputError, match=f"--group-size {group_size} must .* 8"):
-        export(source, tmp_path / "packed", packed=packed_experts(4, group_size), console=QUIET)
+        export(source, tmp_path / "packed", packed=packed_parts({"experts": "4"}, group_size), console=QUIET)
 
 
 def test_a_dense_model_has_no_experts_to_write_in_codes(tmp_path):
     dense = dense_config(num_layers=1, d_model=D, dim=F)
     source = ModelDirectory(write_model(tmp_path / "dense", dense, random_leaves(dense)))
     with pytest.raises(InputError, match="model is dense"):
-        export(source, tmp_path / "packed", packed=packed_experts(), console=QUIET)
+        export(source, tmp_path / "packed", packed=packed_parts(), console=QUIET)

@@ -101,7 +101,7 @@ def test_every_shorter_file_is_refused(tmp_path):
         (content(infos=(INFOS[0], info("x", (64,), 8, 32))), "holds the tensor 'x' twice"),
         (content(infos=(INFOS[0], info("y", (1,) * 5, 8, 32))), "'y' has 5 axes"),
         (content(infos=(INFOS[0], info("y", (60,), 8, 32))), "rows of Q8_0 are multiples of 32"),
-        (content(infos=(INFOS[0], info("y", (64,), 20, 32))), "'y' is stored as IQ4_NL, expected one of F32"),
+        (content(infos=(INFOS[0], info("y", (64,), 40, 32))), "'y' is stored as NVFP4, expected one of F32"),
         (content(infos=(INFOS[0], info("y", (64,), 99, 32))), "'y' is .* type 99"),
         (content(infos=(INFOS[0], info("y", (64,), 8, 33))), "begins at byte 33"),
         (content(infos=(INFOS[0], info("y", (64,), 8, 0))), "'y' overlaps 'x'|'x' overlaps 'y'"),

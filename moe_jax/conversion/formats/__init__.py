@@ -1,0 +1,50 @@
+"""Formats of quantised checkpoints. Every one that a module of this folder defines is found, by its `quant_method`."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from moe_jax.conversion.formats.quantized_format import QuantizationKeys, QuantizedFormat
+from moe_jax.core.errors import InputError, nearest, shown
+
+KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json that describe a format; the second is the older name of the first."""
+
+
+def _discover() -> dict[str, type[QuantizedFormat]]:
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    values = (value for module in modules for value in vars(module).values())
+    formats = {one for one in values if isinstance(one, type) and issubclass(one, QuantizedFormat)}
+    return dict(sorted((method, one) for one in formats - {QuantizedFormat} for method in one.methods))
+
+
+FORMATS = _discover()
+
+
+def format_of(data: Mapping[str, Any]) -> QuantizedFormat | None:
+    """Returns the format in which a checkpoint with these keys of config.json is quantised; None: it is not.
+
+    Raises:
+      InputError: if it is one that this library does not read, or its settings are.
+    """
+    inner = data.get("text_config")
+    places = [data, inner] if isinstance(inner, Mapping) else [data]
+    given = [(key, place[key]) for place in places for key in KEYS if place.get(key) not in (None, {})]
+    if not given:
+        return None
+    key, settings = given[0]
+    if not isinstance(settings, Mapping):
+        raise InputError(f"config.json: {key!r} is {shown(settings)}, expected an object")
+    method = settings.get("quant_method", "compressed-tensors" if "config_groups" in settings else None)
+    if not isinstance(method, str) or method not in FORMATS:
+        hint = nearest(method, FORMATS) if isinstance(method, str) else ""
+        raise InputError(
+            f"config.json: {key}: unknown 'quant_method' {shown(method)}{hint}; known: {', '.join(FORMATS)}"
+        )
+    return FORMATS[method].read(QuantizationKeys(settings, key))
+
+
+def without_format(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of a config.json that describe the model, and not how its numbers are stored."""
+    return {key: value for key, value in data.items() if key not in KEYS}

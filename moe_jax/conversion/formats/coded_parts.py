@@ -1,0 +1,347 @@
+"""The parts of a model that are written in codes, as compressed-tensors stores them, which Transformers and vLLM load.
+
+Experts that are plain codes already keep them where the format can hold them: our packed codes of groups are its codes
+with the bytes transposed, and scales are twice our half steps. A scale below zero keeps its sign, which says on which
+side of zero there is one level more.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from moe_jax.conversion.formats.encoders import ENCODERS, GROUP_SIZES, Codes, Encoder, Quantise, WholeNumbers
+from moe_jax.conversion.safetensors_file import PlannedTensor
+from moe_jax.conversion.table import Mapped, Piece
+from moe_jax.core.errors import InputError
+from moe_jax.experts.forms.quantized import Quantized
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig, MoEConfig
+
+PARTS = ("experts", "dense", "attention", "head")
+"""Parts of a model that can be in codes: experts; FFNs that are none, or stand beside them; attention; the head."""
+BITS = (4, 8)
+CODES = (*map(str, BITS), *ENCODERS)
+"""Formats of numbers, by their names on the command line."""
+
+_SUFFIX = ".weight"
+_OPTIONS = {"experts": "--bits", **{part: f"--{part}-bits" for part in PARTS[1:]}}
+
+
+def part_of(path: str) -> str | None:
+    """Returns the part of a model that the kernel of a linear layer belongs to; None: it stays whole."""
+    if not path.endswith("/kernel") or path.startswith("vision/") or "/router/" in path:
+        return None
+    if "/mlp/experts/" in path:
+        return "experts"
+    if path.startswith("lm_head/"):
+        return "head"
+    return "dense" if "/mlp/" in path else "attention" if "attention/" in path else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How a model is written in codes.
+
+    Attributes:
+      encoders: by part; those that are not there stay whole.
+      stored: whether experts keep the codes that they have.
+      wide_scales: whether these have scales of float32.
+    """
+
+    encoders: Mapping[str, Encoder]
+    stored: bool
+    wide_scales: bool
+
+    @classmethod
+    def of(
+        cls,
+        source: ModelSource,
+        written: ModelConfig,
+        *,
+        quantise: Quantise,
+        codes: Mapping[str, str | None],
+        whole: bool,
+        group_size: int | None,
+    ) -> "Packing":
+        """Returns the packing asked for.
+
+        Experts without a format have that of their own codes if all are alike and fit, else 4 bits. If no size of
+        groups is asked for, the groups of a part are of the first of `GROUP_SIZES` that fits all its matrices, else of
+        the largest size that does, else whole rows. Layers may be wider in the config `written` than they are in the
+        source, and dense layers may be MoEs there.
+
+        Args:
+          source: the model.
+          written: the config that is written.
+          quantise: makes whole numbers of kernels that have none.
+          codes: one of `CODES` by part; None, of experts: see above.
+          whole: whether attention and dense FFNs that are not among `codes` have the format of the experts, too.
+          group_size: inputs that share a scale, of whole numbers.
+
+        Raises:
+          InputError: if there is no such format, or it does not fit a matrix, or nothing would be in codes.
+        """
+        from moe_jax.model_io.loading import leaf_specs
+
+        shapes = {path: spec.shape for path, spec in leaf_specs(written).items()}
+        parts = {part: {path: shape for path, shape in shapes.items() if part_of(path) == part} for part in PARTS}
+        own = _codes_in_common(source)
+        experts = codes["experts"] or str(own[0] if own is not None else BITS[0])
+        others = {part: code for part, code in codes.items() if part != "experts" and code is not None}
+        for part in others:
+            if not parts[part]:
+                raise InputError(f"{_OPTIONS[part]}: the model has no {part} of its own that could be in codes")
+        by_default = dict.fromkeys(("experts", "dense", "attention") if whole else ("experts",), experts)
+        chosen = {part: code for part, code in (by_default | others).items() if parts[part]}
+        if not chosen:
+            raise InputError("the model is dense: it has no experts to be written in codes; add --parts model")
+        encoders: dict[str, Encoder] = {}
+        for part, code in chosen.items():
+            if code in ENCODERS:
+                encoders[part] = ENCODERS[code]()
+                continue
+            tried = (own[1], *GROUP_SIZES) if own is not None and part == "experts" else GROUP_SIZES
+            size = _group_size(parts[part], tried, group_size)
+            encoders[part] = WholeNumbers(bits=int(code), group_size=size, quantise=quantise)
+        stored = _stays(source, written, encoders.get("experts"), own)
+        if stored and own is not None:
+            whole_numbers = encoders["experts"]
+            assert isinstance(whole_numbers, WholeNumbers)
+            encoders["experts"] = dataclasses.replace(whole_numbers, symmetric=own[2])
+        wide = stored and any(_has_wide_scales(source.config.moe(i)) for i in source.config.moe_layers)
+        return cls(encoders=encoders, stored=stored, wide_scales=wide)
+
+    def said(self, source: ModelSource) -> str:
+        """Returns a line about the codes, and whether the experts keep theirs, or get new ones."""
+        words = {part: encoder.word for part, encoder in self.encoders.items()}
+        if "experts" not in words:
+            return _joined(words) + ": rounded"
+        had = {_in_words(form) for i in source.config.moe_layers if (form := _form(source.config.moe(i))) is not None}
+        again = f"rounded again, from {' and '.join(sorted(had))}, which loses a little" if had else "rounded"
+        kept = "the codes that they have" if self.stored else again
+        others = {part: word for part, word in words.items() if part != "experts"}
+        return f"experts are in {words['experts']}: {kept}" + (f"; {_joined(others)}: rounded" if others else "")
+
+    def warning(self) -> str | None:
+        """Returns a line about who reads it, if parts that are no experts are in several formats."""
+        others = {encoder for part, encoder in self.encoders.items() if part != "experts"}
+        if len(others) < 2:
+            return None
+        return (
+            "note: Transformers decodes all parts but the experts as one of them is stored; for it, choose one format "
+            "for attention, dense FFNs and the head"
+        )
+
+    def encoder_of(self, path: str) -> Encoder | None:
+        """Returns the format of a leaf; None: it is written as it is."""
+        part = part_of(path)
+        return None if part is None else self.encoders.get(part)
+
+    def scales(self, path: str, dtype: np.dtype) -> np.dtype:
+        """Returns the dtype of the scales of whole numbers in a leaf of this dtype."""
+        return np.dtype(np.float32) if self.wide_scales and part_of(path) == "experts" else np.dtype(dtype)
+
+    def planned(
+        self, mapped: Mapped, tensors: Mapping[str, PlannedTensor], dtypes: Mapping[str, np.dtype]
+    ) -> dict[str, PlannedTensor]:
+        """Returns the tensors to write, in their order, with those in codes in place of their kernels.
+
+        The `tensors` are those of `mapped`, the model without codes, and the `dtypes` those of its leaves.
+
+        Raises:
+          InputError: if experts are fused, tensors are no weights, or a format has no such matrix.
+        """
+        packed = {
+            piece.tensor: (piece, encoder)
+            for path, pieces in mapped.pieces.items()
+            if (encoder := self.encoder_of(path)) is not None
+            for piece in pieces
+        }
+        planned: dict[str, PlannedTensor] = {}
+        for name, tensor in tensors.items():
+            if name not in packed:
+                planned[name] = tensor
+                continue
+            piece, encoder = packed[name]
+            whole = len(tensor.shape) == 2 and math.prod(piece.shape) == math.prod(tensor.shape)
+            if not whole or not name.endswith(_SUFFIX) or not piece.transpose:
+                raise InputError(f"{name} cannot be in codes: that takes a matrix for each, as other families have")
+            rows, columns = tensor.shape
+            try:
+                made = encoder.planned((rows, columns), self.scales(piece.leaf, dtypes[piece.leaf]))
+            except InputError as error:
+                raise InputError(f"{name}: {error}; choose others with {_OPTIONS[part_of(piece.leaf) or '']}") from None
+            planned |= {f"{name}{ending}": one for ending, one in made.items()}
+        return planned
+
+    def tensors_of(self, path: str, piece: Piece) -> list[str]:
+        """Returns the names of the tensors that a piece of a leaf is written as."""
+        encoder = self.encoder_of(path)
+        if encoder is None:
+            return [piece.tensor]
+        rows, columns = piece.shape
+        return [f"{piece.tensor}{ending}" for ending in encoder.planned((rows, columns), np.dtype(np.float32))]
+
+    def describe(self, mapped: Mapped) -> dict[str, Any]:
+        """Returns the `quantization_config` of config.json."""
+        targets: dict[str, set[str]] = {}
+        for path, pieces in mapped.pieces.items():
+            part = part_of(path)
+            if part is not None and part in self.encoders:
+                targets.setdefault(part, set()).update(_target(piece.template) for piece in pieces)
+        formats = {encoder.format for encoder in self.encoders.values()}
+        groups = {
+            f"group_{number}": {
+                "targets": sorted(targets[part]),
+                "weights": encoder.weights,
+                "input_activations": encoder.activations,
+                "output_activations": None,
+                "format": encoder.format,
+            }
+            for number, (part, encoder) in enumerate(self.encoders.items())
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": [] if "head" in self.encoders else ["lm_head"],
+            "config_groups": groups,
+        }
+
+
+def _target(template: str) -> str:
+    """Returns the regular expression of the modules of a table's row."""
+    name = template.removesuffix(_SUFFIX)
+    if "{e}" in name:  # before it, names differ between a checkpoint and the class that reads it
+        name = name[name.index("experts.{e}") :]
+    elif "{i}." in name:
+        name = name.partition("{i}.")[2]
+    return rf"re:.*\b{re.escape(name)}$".replace(r"\{e\}", r"\d+")
+
+
+def _joined(words: Mapping[str, str]) -> str:
+    return ", ".join(f"{part} in {word}" for part, word in words.items())
+
+
+def _is_group(size: int, rows: int) -> bool:
+    return size >= 8 and size % 8 == 0 and rows % size == 0
+
+
+def _group_size(shapes: Mapping[str, tuple[int, ...]], tried: tuple[int, ...], asked: int | None) -> int | None:
+    """Returns the number of inputs that share a scale in the kernels [..., in, out] of these shapes, by path."""
+    common = math.gcd(*(shape[-2] for shape in shapes.values()))
+    largest = next((size for size in (*GROUP_SIZES, *range(248, 0, -8)) if _is_group(size, common)), None)
+    if asked is None:
+        return next((size for size in tried if _is_group(size, common)), largest)
+    for path, (*_, rows, _) in shapes.items():
+        if not _is_group(asked, rows):
+            hint = f"try {largest}" if largest else "without it, all inputs of an output share a scale"
+            raise InputError(
+                f"--group-size {asked} must be a multiple of 8 that divides the {rows} inputs of {path}: "
+                f"compressed-tensors has whole groups; {hint}"
+            )
+    return asked
+
+
+def _form(moe: MoEConfig) -> Quantized | None:
+    """Returns the form of experts that are codes in groups alone, as compressed-tensors may have them; None: others."""
+    form = moe.bank.form
+    if moe.bank.has_base or not isinstance(form, Quantized) or form.bits not in BITS or form.own_bits:
+        return None
+    plain = not form.table and not form.row_scales and form.scale_bits != 8
+    return form if plain and form.group_size is not None else None
+
+
+def _has_wide_scales(moe: MoEConfig) -> bool:
+    form = _form(moe)
+    return form is not None and form.scale_bits == 32
+
+
+def _in_words(form: Quantized) -> str:
+    return f"{form.bits} bits, {form.group_size} inputs to a scale"
+
+
+def _codes_in_common(source: ModelSource) -> tuple[int, int, bool] | None:
+    """Returns bits and group size of the experts' codes, and whether they are symmetric; None: they are not alike.
+
+    Zero points that lie between codes cannot be written, and those codes are made again.
+    """
+    config = source.config
+    forms = {_form(config.moe(i)) for i in config.moe_layers}
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None or form.group_size is None:
+        return None
+    symmetric = True
+    if form.zero_points:
+        step = 1 << (8 - form.bits)
+        for i in config.moe_layers:
+            for name in config.moe(i).expert.shapes(config.d_model):
+                zeros = source.read(f"layers/{i}/mlp/experts/delta/{name}/zeros")
+                if (zeros % step).any():
+                    return None
+                symmetric = symmetric and bool((zeros == 128).all())
+    return form.bits, form.group_size, symmetric
+
+
+def _stays(
+    source: ModelSource, written: ModelConfig, encoder: Encoder | None, own: tuple[int, int, bool] | None
+) -> bool:
+    """Whether the experts' codes are written as they are: in the same groups, of experts of the same shape."""
+    config = source.config
+    if own is None or not isinstance(encoder, WholeNumbers) or encoder.bits != own[0]:
+        return False
+    rows = {size for i in config.moe_layers for size, _ in config.moe(i).expert.shapes(config.d_model).values()}
+    same_groups = encoder.group_size == own[1] or (encoder.group_size is None and own[1] >= max(rows))
+    same = all(config.moe(i).expert.dim == written.moe(i).expert.dim for i in config.moe_layers)
+    return same_groups and same and config.moe_layers == written.moe_layers
+
+
+def stored_codes(source: ModelSource, path: str) -> Iterator[Codes]:
+    """Yields the codes of all experts of a kernel as they are stored.
+
+    Raises:
+      InputError: if groups are on the odd grid, which compressed-tensors does not have.
+    """
+    block, _, name = path.removesuffix("/kernel").partition("/experts/")
+    folder = f"{block}/experts/delta/{name}"
+    codes, scales = source.read(f"{folder}/codes"), source.read(f"{folder}/scales")
+    form = _form(source.config.moe(int(path.split("/")[1])))
+    assert form is not None
+    if form.zero_points:
+        zeros = source.read(f"{folder}/zeros") >> (8 - form.bits)
+        return map(Codes, codes, scales, zeros)
+    if (scales.astype(np.float32) > 0).any():
+        raise InputError(
+            f"{folder}: its codes stand for odd multiples of half a step, which compressed-tensors has not; compress "
+            "with --levels even, or give the model as it was before"
+        )
+    return map(Codes, codes, scales)
+
+
+class CodingErrors:
+    """How far codes are from the numbers that they were made of, by part of the model."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, path: str, matrix: np.ndarray, decoded: np.ndarray) -> None:
+        """Adds a matrix of a leaf, float32, and what its codes stand for."""
+        part = part_of(path)
+        assert part is not None
+        error, whole = self._sums.get(part, (0.0, 0.0))
+        difference = (decoded - matrix).ravel()
+        self._sums[part] = error + float(difference @ difference), whole + float(matrix.ravel() @ matrix.ravel())
+
+    def said(self) -> str | None:
+        """Returns a line with the relative error of every part that got new codes; None: none did."""
+        errors = {part: math.sqrt(error / whole) if whole else 0.0 for part, (error, whole) in self._sums.items()}
+        shares = ", ".join(f"{part} {error:.2%}" for part, error in errors.items())
+        return f"rounding changed, of the norm of the weights: {shares}" if shares else None
+
+
+Pack = Callable[[ModelSource, ModelConfig], Packing]
+"""Returns how a model is written in codes, given it and the config that is written."""

@@ -1,0 +1,99 @@
+"""Experts that stay in the codes of a quantised checkpoint stand for the very numbers that it is decoded to."""
+
+import pathlib
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import moe_jax
+from moe_jax.commands.cli import main
+from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import expert_kernels
+from moe_jax.model_io.model_dir import ModelDirectory
+from tests.support.quantized_checkpoints import plain_checkpoint
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def kernels_of(model: pathlib.Path) -> dict[str, np.ndarray]:
+    """The kernels of all experts, made whole."""
+    source, kernels = ModelDirectory(model), {}
+    for i in source.config.moe_layers:
+        moe = source.config.moe(i)
+        for name, matrix in ffn_matrices(moe.expert, source.config.d_model).items():
+            experts = range(moe.routed_experts)
+            bank = f"layers/{i}/mlp/experts"
+            made = expert_kernels(source.read, moe.bank, bank, matrix, dtype=np.dtype(np.float32), experts=experts)
+            kernels[f"{bank}/{name}/kernel"] = np.stack(list(made))
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """name, codes -> a small Mixture-of-Experts whose experts are in these codes, as a Hugging Face directory."""
+    root = tmp_path_factory.mktemp("quantised")
+
+    def make(name: str, code: str) -> pathlib.Path:
+        folder = root / f"{name}-{code}"
+        if not folder.exists():
+            plain = root / name
+            if not plain.exists():
+                plain_checkpoint(plain, name, **WIDE, **({"moe_intermediate_size": 96} if "qwen" in name else {}))
+            moe_jax.export(plain, folder, format="compressed-tensors", bits=code)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("mixtral", "4"), ("qwen3_moe", "8"), ("olmoe", "nvfp4"), ("mixtral", "mxfp4")]
+)
+def test_kept_codes_stand_for_what_decoding_gives(quantised, tmp_path, name, code, capfd):
+    folder = quantised(name, code)
+    moe_jax.convert(folder, tmp_path / "decoded")
+    assert main(["convert", str(folder), str(tmp_path / "kept"), "--codes", "keep"]) == 0
+    assert f"stay in codes, quantized, {4 if 'fp' in code else code} bits" in capfd.readouterr().err
+    kept, decoded = kernels_of(tmp_path / "kept"), ModelDirectory(tmp_path / "decoded")
+    assert kept
+    for path, kernels in kept.items():
+        np.testing.assert_array_equal(kernels, decoded.read(path), err_msg=path)
+    others = [path for path in ModelDirectory(tmp_path / "kept").specs() if "/experts/" not in path]
+    for path in others:
+        np.testing.assert_array_equal(ModelDirectory(tmp_path / "kept").read(path), decoded.read(path), err_msg=path)
+
+
+def test_kept_experts_are_tuned_scored_and_exported_again(quantised, tmp_path):
+    """Without ever being whole: the codes that leave are those that came."""
+    folder = quantised("mixtral", "4")
+    moe_jax.convert(folder, kept := tmp_path / "kept", codes="keep")
+    ids = np.random.default_rng(0).integers(0, 64, 60).tolist()
+    scored = moe_jax.evaluate(kept, ids, seq_len=20).nll
+    assert scored == pytest.approx(moe_jax.evaluate(folder, ids, seq_len=20).nll, abs=1e-5)
+    moe_jax.adapt(kept, tuned := tmp_path / "tuned", method="perft-e", adapter="lora:2")
+    assert moe_jax.evaluate(tuned, ids, seq_len=20).nll == pytest.approx(scored, abs=1e-6)  # adapters begin at zero
+    moe_jax.export(kept, tmp_path / "again", format="compressed-tensors")
+    first, second = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "again"))
+    packed = [name for name in first if ".experts." in name and not name.endswith("_scale")]
+    assert packed and first.keys() == second.keys()
+    for name in packed:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    decoded = [HuggingFaceDirectory(where) for where in (folder, tmp_path / "again")]
+    for path in decoded[0].specs():
+        np.testing.assert_array_equal(*(source.read(path) for source in decoded), err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [("mixtral", "fp8", "is in fp8, whose codes do not lie in groups"), ("llama", "4", "model has no experts")],
+)
+def test_what_cannot_stay_in_codes(quantised, tmp_path, name, code, message):
+    parts = {"parts": "model"} if name == "llama" else {}
+    plain = plain_checkpoint(tmp_path / "plain", name, **WIDE)
+    folder = moe_jax.export(plain, tmp_path / "codes", format="compressed-tensors", bits=code, **parts)
+    with pytest.raises(moe_jax.InputError, match=message):
+        moe_jax.convert(folder, tmp_path / "kept", codes="keep")
+    with pytest.raises(moe_jax.InputError, match="with a quantization_config"):
+        moe_jax.convert(plain, tmp_path / "kept", codes="keep")
+    assert not (tmp_path / "kept").exists()
