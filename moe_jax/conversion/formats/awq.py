@@ -26,7 +26,7 @@ from moe_jax.core.errors import InputError, shown
 _BITS = 4
 _PER_WORD = WORD // _BITS
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word of the version `gemm` the code of each of its outputs is."""
+"""The place in a word, in the version `gemm`, of the code of each of its outputs."""
 
 _VERSIONS = ("gemm", "gemv")
 
