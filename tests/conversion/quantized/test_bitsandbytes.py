@@ -1,11 +1,13 @@
-"""Checkpoints of bitsandbytes: the numbers that it decodes them to, the logits of Transformers, and faults in one line."""
+"""Checkpoints of bitsandbytes: the numbers that it decodes them to, logits of Transformers, and faults in one line."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
 import moe_jax
 from moe_jax.conversion.formats import format_of
@@ -39,11 +41,12 @@ def in_four_bits(kind: str = "nf4", *, blocksize: int = 64, nested: bool = False
             weight, blocksize=blocksize, quant_type=kind, compress_statistics=nested, **storage
         )
         stored = {name: codes} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
-        # As one row: where blocks go on in the next one, its kernel for CPUs takes the scales of others.
-        shape, state.shape, state.dtype = state.shape, torch.Size([1, weight.numel()]), torch.float32
-        return {key: value.clone() for key, value in stored.items()}, functional.dequantize_4bit(codes, state).reshape(
-            shape
-        )
+        # As one row: where blocks go on in the next one, its kernel for CPUs (0.50.2) takes the scales of others. And
+        # as an even number of entries, for which nothing is compiled.
+        count = weight.numel()
+        state.shape, state.dtype = torch.Size([1, count + count % 2]), torch.float32
+        values = functional.dequantize_4bit(codes, state).reshape(-1)[:count].reshape(weight.shape)
+        return {key: value.clone() for key, value in stored.items()}, values
 
     return quantise
 
@@ -58,7 +61,7 @@ def in_eight_bits(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tens
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "blocksize"), [((75, 48), 64), ((33, 65), 32), ((300, 64), 64), ((3, 5), 128), ((40, 96), 4096)]
+    ("shape", "blocksize"), [((75, 48), 64), ((33, 65), 32), ((300, 64), 64), ((3, 5), 128), ((40, 96), 1024)]
 )
 def test_four_bits(kind, nested, shape, blocksize, tmp_path):
     stored, values = in_four_bits(kind, blocksize=blocksize, nested=nested)(WEIGHT, drawn(*shape))
@@ -113,7 +116,10 @@ def test_what_transformers_saves_computes_what_it_does(load, tmp_path):
         plain, dtype=torch.float32, quantization_config=settings, device_map="cpu"
     ).eval()
     theirs.save_pretrained(tmp_path / "quantised")
-    theirs.dequantize() if "load_in_8bit" in load else None  # which rounds activations to eight bits, too
+    # Its layers compute in fewer bits than ours.
+    for module in (module for module in theirs.modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")):
+        weight = dequantize_bnb_weight(module.weight, getattr(module, "state", None))
+        module.forward = functools.partial(torch.nn.functional.linear, weight=weight.float())
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS)).logits.float().numpy()
     moe_jax.convert(tmp_path / "quantised", tmp_path / "ours")
