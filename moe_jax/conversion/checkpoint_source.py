@@ -200,8 +200,8 @@ class CheckpointSource(abc.ABC):
         """Copies rows `start:stop` of a piece into the leaf."""
         target = out if piece.expert is None else out[piece.expert]
         entry = self.weights.tensors[piece.tensor]
-        in_order = entry.strides is None and entry.interleaved is None and entry.coded is None
-        if not piece.transpose and in_order and target.dtype == DTYPES[entry.dtype]:
+        as_stored = entry.strides is None and entry.interleaved is None and entry.coded is None and not entry.added
+        if not piece.transpose and as_stored and target.dtype == DTYPES[entry.dtype]:
             self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
             return
         rows = cast(piece.leaf, self._rows(entry, piece, start, stop), target.dtype)
@@ -231,6 +231,8 @@ class CheckpointSource(abc.ABC):
             order = places - start
         rows = np.empty((stop - start, *piece.shape[1:]), DTYPES[entry.dtype])
         self._files.read_into(entry, piece.offset + start * row, rows)
+        if entry.added:
+            rows -= rows.dtype.type(entry.added)
         return rows[order]
 
     def codes(self, piece: Piece) -> CodesOfGroups:

@@ -134,6 +134,7 @@ class TensorEntry(NamedTuple):
         are.
       interleaved: number of heads in its rows, if the two halves of a head's rotary dimensions alternate row by row
         (GGUF files only) and the reader of rows has to reorder them; None: the rows are in order.
+      added: what was added to each of its elements when it was written (GGUF files only).
       coded: of a tensor that other ones stand for, which has no position: how it is decoded, as float32.
     """
 
@@ -146,6 +147,7 @@ class TensorEntry(NamedTuple):
     checksum: Checksum | None = None
     blocks: Blocks | None = None
     interleaved: int | None = None
+    added: float = 0.0
     coded: StoredRows | None = None
 
     @property

@@ -256,6 +256,7 @@ class LeafWriting:
       packing: how experts are put in codes; None: they are not.
       allow_nonfinite: whether NaN and infinity may be written.
       orders: for tensors whose rows are in another order than the leaf's, the leaf's row of each.
+      added: for tensors that hold more than the leaf, what is added to every number.
     """
 
     model: MergedModel
@@ -267,6 +268,7 @@ class LeafWriting:
     packing: Packing | None
     allow_nonfinite: bool
     orders: Mapping[str, np.ndarray] = field(default_factory=dict)
+    added: Mapping[str, float] = field(default_factory=dict)
     errors: CodingErrors = field(default_factory=CodingErrors)
 
     def write_layers(self, work: Workplace | RemoteWork) -> None:
@@ -358,6 +360,8 @@ class LeafWriting:
             copy_transposed(cut, values)
         else:
             values = np.ascontiguousarray(cut)
+        if piece.tensor in self.added:
+            values = values + values.dtype.type(self.added[piece.tensor])
         offset = piece.offset + start * math.prod(piece.shape[1:])
         self.progress.advance(self.writer.write(piece.tensor, offset, values))
 

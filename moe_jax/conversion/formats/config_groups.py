@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moe_jax.conversion.formats.quantized_format import QuantizationKeys
+from moe_jax.conversion.formats.quantized_format import QuantizationKeys, name_pattern
 from moe_jax.core.errors import InputError, shown
 
 DENSE = (None, "dense", "fakequant")
@@ -24,7 +24,6 @@ _FORMATS = (
 )
 _STRATEGIES = (None, "tensor", "channel", "group", "tensor_group", "block")
 _OFFLINE = ("weight_input", "weight_output")  # rotations that the stored weights already have
-_MAX_PATTERN = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,11 @@ def _read_group(keys: QuantizationKeys, default: str | None) -> ConfigGroup:
     kind = weights.choice("type", ("int", "float"), default="int")
     return ConfigGroup(
         names=tuple(target for target in targets if not target.startswith("re:")),
-        patterns=tuple(_pattern(target, keys.where) for target in targets if target.startswith("re:")),
+        patterns=tuple(
+            name_pattern(target.removeprefix("re:"), f"{keys.where}: 'targets'")
+            for target in targets
+            if target.startswith("re:")
+        ),
         kind=kind,
         bits=weights.choice("num_bits", range(1, 9) if kind == "int" else (4, 8), default=8),
         is_symmetric=weights.choice("symmetric", (True, False), default=True),
@@ -159,12 +162,3 @@ def _block(weights: QuantizationKeys) -> tuple[int, int] | None:
     if strategy in ("group", "tensor_group") and size is None:
         raise InputError(f"config.json: {weights.where}: 'group_size' is missing, expected a size of groups")
     return None if size is None or strategy in ("tensor", "channel") else (1, size)
-
-
-def _pattern(target: str, where: str) -> re.Pattern[str]:
-    try:
-        if len(target) <= _MAX_PATTERN:
-            return re.compile(target.removeprefix("re:"))
-    except (re.error, OverflowError, RecursionError):
-        pass
-    raise InputError(f"config.json: {where}: 'targets' has {shown(target)}, expected a regular expression after 're:'")

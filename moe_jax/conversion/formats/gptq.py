@@ -23,7 +23,7 @@ import numpy as np
 
 from moe_jax.conversion.formats.grouped_codes import CODES, ORDER, SCALES, ZEROS, GroupedCodes, module_of
 from moe_jax.conversion.formats.integer_rows import WORD, unpacked
-from moe_jax.conversion.formats.quantized_format import CodedMatrix, QuantizationKeys, QuantizedFormat
+from moe_jax.conversion.formats.quantized_format import CodedMatrix, QuantizationKeys, QuantizedFormat, name_pattern
 from moe_jax.conversion.table import Ignored
 from moe_jax.conversion.tensors import DTYPES, ReadRows, TensorEntry, TensorFiles
 from moe_jax.core.errors import InputError, shown
@@ -31,7 +31,6 @@ from moe_jax.core.errors import InputError, shown
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 _BIAS = ".bias"
-_MAX_PATTERN = 1000
 
 # Of a rule for some modules: what else was set while they were quantised, and changes nothing about what is stored.
 _HARMLESS = (
@@ -208,7 +207,7 @@ def _rules(keys: QuantizationKeys, default: Packing) -> tuple[Rule, ...]:
 
 
 def _rule(rules: QuantizationKeys, name: str, given: Any, default: Packing) -> Rule:
-    pattern = _pattern(name, rules.where)
+    pattern = name_pattern(name.removeprefix("-:").removeprefix("+:"), rules.where)
     if name.startswith("-:"):
         return Rule(pattern, None)
     keys = rules.inside(name)
@@ -218,12 +217,3 @@ def _rule(rules: QuantizationKeys, name: str, given: Any, default: Packing) -> R
             f"config.json: {rules.where}: the rule {shown(name)} sets {shown(unread[0])}, expected only bits and groups"
         )
     return Rule(pattern, _packing(keys, default))
-
-
-def _pattern(name: str, where: str) -> re.Pattern[str]:
-    try:
-        if len(name) <= _MAX_PATTERN:
-            return re.compile(name.removeprefix("-:").removeprefix("+:"))
-    except (re.error, OverflowError, RecursionError):
-        pass
-    raise InputError(f"config.json: {where}: {shown(name)} is no regular expression after '+:' or '-:'")

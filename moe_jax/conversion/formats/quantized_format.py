@@ -24,6 +24,9 @@ _OF_ACTIVATIONS = re.compile(
 )
 
 
+_MAX_PATTERN, _MAX_REPEATS = 1000, 4
+
+
 class QuantizedFormat(abc.ABC):
     """A format of quantised checkpoints, with the settings that config.json has for one.
 
@@ -157,6 +160,41 @@ class QuantizationKeys:
         if not isinstance(value, Mapping):
             raise InputError(f"config.json: {self.where}: {key!r} is {shown(value)}, expected an object")
         return QuantizationKeys(value, f"{self.where}: {key}")
+
+
+def name_pattern(text: str, where: str) -> re.Pattern[str]:
+    """Compiles a regular expression for names of modules, from a file.
+
+    Raises:
+      InputError: if it is none, or one that may take very long: repeats in repeats, or many of them.
+    """
+    try:
+        if len(text) <= _MAX_PATTERN and not _may_take_long(text):
+            return re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        pass
+    raise InputError(
+        f"config.json: {where}: {shown(text)} is no regular expression of names, or one that repeats repeats"
+    )
+
+
+def _may_take_long(pattern: str) -> bool:
+    """Whether a regular expression has a repeat inside a repeated group, or more than a few repeats."""
+    plain = re.sub(r"\\.|\[[^]]*\]", "x", pattern)  # escapes and sets are one character each
+    repeats_inside, total = [0], 0  # of every group that is open
+    for place, character in enumerate(plain):
+        is_repeated = plain[place + 1 : place + 2] in ("*", "+", "{")
+        if character == "(":
+            repeats_inside.append(0)
+        elif character == ")" and len(repeats_inside) > 1:
+            inside = repeats_inside.pop()
+            if is_repeated and inside:
+                return True
+            repeats_inside[-1] += inside
+        if is_repeated:
+            repeats_inside[-1] += 1
+            total += 1
+    return total > _MAX_REPEATS
 
 
 def grid_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

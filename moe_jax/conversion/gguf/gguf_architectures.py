@@ -24,6 +24,7 @@ from moe_jax.conversion.gguf.gguf_description import (
     Architecture,
     Metadata,
 )
+from moe_jax.conversion.gguf.gguf_gemma import GEMMA
 from moe_jax.conversion.table import FUSED, PER_EXPERT, joined_qkv, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import ModelConfig
@@ -135,6 +136,7 @@ ARCHITECTURES = {
         keys=RMS_NORM,
         interleaved=True,
         scales_frequencies=True,
+        ignored=("attention.sliding_window",),
         table=(*EMBEDDING_ROW, *ATTENTION, *FFN, *EXPERTS, *HEAD),
     ),
     "qwen2": Architecture(
@@ -170,9 +172,12 @@ ARCHITECTURES = {
         keys=RMS_NORM,
         head_apart=True,
         square_heads=True,
+        own_keys=True,
+        ignored=("attention.clamp_kqv",),
         unread=(OUTPUT_BIAS,),
         table=LLAMA_LIKE_MOE,
     ),
+    **GEMMA,
     "stablelm": Architecture(
         config=_stablelm,
         metadata=_of_stablelm,

@@ -74,8 +74,11 @@ class Architecture:
       scales_frequencies: whether llama.cpp reads the tensor `ROPE_FACTORS`.
       head_apart: whether llama.cpp reads an output in a tensor of its own only, and not from the embedding.
       square_heads: whether llama.cpp reads only heads that together are as wide as the model.
+      own_keys: whether llama.cpp reads only heads that have keys of their own each.
       unread: ends of names of tensors that llama.cpp does not know in it.
+      ignored: keys of the metadata that llama.cpp does not read in it.
       vectors: tensors that have one axis here, and a row of it in the table.
+      norms_from_one: whether norms hold 1 + their weight in the checkpoint.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
@@ -88,13 +91,21 @@ class Architecture:
     scales_frequencies: bool = False
     head_apart: bool = False
     square_heads: bool = False
+    own_keys: bool = False
     unread: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
+    norms_from_one: bool = False
 
     def in_table(self, name: str, entry: TensorEntry) -> TensorEntry:
-        """Returns the entry of a tensor with the axes that it has in the table."""
+        """Returns the entry of a tensor as the table has it: with the same axes and numbers."""
         is_vector = any(name.endswith(vector) for vector in self.vectors)
-        return entry._replace(shape=(1, *entry.shape)) if is_vector and len(entry.shape) == 1 else entry
+        entry = entry._replace(shape=(1, *entry.shape)) if is_vector and len(entry.shape) == 1 else entry
+        return entry._replace(added=self.added_to(name))
+
+    def added_to(self, name: str) -> float:
+        """Returns what is added to the numbers of a tensor when it is written."""
+        return 1.0 if self.norms_from_one and name.endswith("norm.weight") else 0.0
 
 
 # --- what they have in common ---------------------------------------------------------------------
@@ -146,11 +157,11 @@ EXPERTS: Table = (
     ),
 )
 
-HEAD: Table = (
+TIED_HEAD: Table = (
     *norm("output_norm", "final_norm"),
-    *linear("output", "lm_head"),
     Ignored(re.escape(ROPE_FACTORS), "factors of the RoPE frequencies, which the config holds"),
 )
+HEAD: Table = (*TIED_HEAD, *linear("output", "lm_head"))
 
 OUTPUT_BIAS = "attn_output.bias"
 

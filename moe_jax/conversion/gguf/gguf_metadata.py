@@ -51,15 +51,20 @@ def described(config: ModelConfig) -> Described:
             f"llama.cpp reads no models of {name!r} whose heads are {attention.num_heads} x {attention.head_dim} and "
             f"not {config.d_model} wide, as the model is; keep it as a checkpoint"
         )
+    if architecture.own_keys and attention.num_heads != attention.num_kv_heads:
+        raise InputError(
+            f"llama.cpp reads no models of {name!r} whose {attention.num_heads} heads share {attention.num_kv_heads} "
+            "keys; keep it as a checkpoint"
+        )
     if architecture.head_apart and config.tie_embeddings:
         config = dataclasses.replace(config, tie_embeddings=False)
         notes.append(f"note: llama.cpp needs an output of its own in {name!r}: the embedding is written twice")
     metadata, factors = _metadata_of(config, name, architecture)
-    window = metadata.get(f"{name}.attention.sliding_window")
-    if window is not None:
-        notes.append(f"note: llama.cpp reads no window of {name!r}: beyond {window:,} tokens it has other logits")
-    if f"{name}.attention.clamp_kqv" in metadata:
-        notes.append(f"note: llama.cpp does not clip queries, keys and values of {name!r}: it has other logits")
+    for key in (f"{name}.{one}" for one in architecture.ignored):
+        if key in metadata:
+            notes.append(
+                f"note: llama.cpp does not read {key} ({metadata[key]}): it has other logits where that counts"
+            )
     return Described(name, architecture, config, metadata, factors, notes)
 
 

@@ -4,8 +4,8 @@ For every matrix it has the sum of the squares of each of its inputs over a text
 how many tokens were summed, NAME.counts Float32[experts, 1]; a matrix that every token sees has one expert.
 """
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from moe_jax.files.storage_path import as_path
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
-def read_imatrix(path: Path | str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def read_imatrix(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Reads the second moments of the inputs of matrices [out, in], and of stacks of them [experts, out, in].
 
     Args:

@@ -171,6 +171,7 @@ def _write(
     importance: Mapping[str, np.ndarray],
     console: Console,
 ) -> None:
+    architecture = plan.description.architecture
     total = sum(tensor.nbytes for tensor in plan.tensors.values())
     header = header_of(plan.description.name, plan.metadata, plan.tensors)
     require_space(dst, total + len(header))
@@ -192,7 +193,8 @@ def _write(
                     progress=progress,
                     packing=None,
                     allow_nonfinite=spec.allow_nonfinite,
-                    orders=row_orders(plan.model.config, plan.description.architecture),
+                    orders=row_orders(plan.model.config, architecture),
+                    added={name: added for name in plan.tensors if (added := architecture.added_to(name))},
                 )
                 writing.write_layers(work)
             _check_written(work.file, plan)

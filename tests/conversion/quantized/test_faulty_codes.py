@@ -120,6 +120,8 @@ ROTATED = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["
         ({"config_groups": {"W4A16": ["Linear"]}}, "expected an object"),
         ({"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "targets"),
         ({"config_groups": {"group_0": {"targets": ["re:("], "weights": {}}}}, "regular expression"),
+        ({"config_groups": {"group_0": {"targets": ["re:(.*a)*b"], "weights": {}}}}, "that repeats repeats"),
+        ({"config_groups": {"group_0": {"targets": ["re:.*.*.*.*.*.*b"], "weights": {}}}}, "that repeats repeats"),
         (weights(num_bits=9), "num_bits"),
         (weights(num_bits=True), "num_bits"),
         (weights(num_bits=5, type="float"), "num_bits"),
