@@ -33,7 +33,7 @@ def rounded(weight: torch.Tensor, bits: int, groups: torch.Tensor, dtype: torch.
     for group in range(count):
         part = weight[:, groups == group]
         part = part.abs() if group % 2 else part
-        low, high = part.amin(1).clamp(max=0), part.amax(1)
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
         scales[group] = ((high - low) / most).to(dtype).float()
         zeros[group] = torch.round(-low / scales[group])
     scale, zero = scales[groups].T, zeros[groups].T

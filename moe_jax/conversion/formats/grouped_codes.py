@@ -5,7 +5,6 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.conversion.formats.fp8 import as_float32
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, finite_scales, scale_blocks, shift_blocks
 from moe_jax.conversion.tensors import CodedRows, CodesOfGroups, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError
@@ -53,10 +52,10 @@ class GroupedCodes(CodedRows):
         """Returns the scales of some rows, [n, groups], as they are stored."""
 
     def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
-        zeros = as_float32(self.zeros_of(read, start, stop))
+        zeros = self.zeros_of(read, start, stop).astype(np.float32)
         scales = self._finite_scales(read, start, stop)
         mixed = self._mixed_groups(read, scales.shape[1])
-        values = as_float32(self.codes_of(read, start, stop))
+        values = self.codes_of(read, start, stop).astype(np.float32, order="C")  # blocks of its rows are views
         if mixed is None:
             shift_blocks(values, zeros, self.group)
             scale_blocks(values, scales, self.group)

@@ -118,9 +118,10 @@ def test_models(name, bits, group_size, args, tmp_path):
         bits, group_size, desc_act="desc_act" in args, checkpoint_format=args.get("version", "gptq")
     )
     plain = plain_checkpoint(tmp_path / "plain", name)
-    chosen = (
-        (lambda name, weight: name == "lm_head.weight" or is_quantised(name, weight)) if bits == 8 else is_quantised
-    )
+
+    def chosen(name, weight):
+        return is_quantised(name, weight) or (bits == 8 and name == "lm_head.weight")
+
     assert_reads_as(*write_quantised(plain, tmp_path, in_gptq(bits, group_size, **args), settings, chosen), tmp_path)
 
 
@@ -166,8 +167,8 @@ def written(kind: str = "gptq") -> tuple[dict[str, torch.Tensor], dict[str, obje
         (cut(SCALES), "scales has shape"),
         (cut(ZEROS, 1), "qzeros has shape"),
         (cut(CODES), "qweight has shape"),
-        (cut(CODES, 1), "qzeros has shape|scales has shape"),
-        (cut(ORDER), "scales has shape|qweight has shape|in groups of"),
+        (cut(CODES, 1), "scales has shape"),
+        (lambda stored: stored.update({ORDER: stored[ORDER][:40]}), "qweight has shape"),
         (cast(CODES, torch.int64), "qweight has dtype"),
         (cast(SCALES, torch.int32), "scales has dtype"),
         (cast(ORDER, torch.int64), "g_idx has dtype"),
