@@ -5,6 +5,7 @@ some layers, the output. Norms, biases and routers are always float32. Rows that
 a type of smaller blocks. Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -121,21 +122,13 @@ class Planned(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in the file."""
-        return self.stored_bytes(elements(self.shape))
+        return self.stored_bytes(math.prod(self.shape))
 
     def stored_bytes(self, count: int) -> int:
         """Bytes of this many of its elements; in blocks, whole ones."""
         if self.blocks is not None:
             return count // self.blocks.elements * self.blocks.nbytes
         return count * (4 if self.kind == "F32" else 2)
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    """Returns the number of elements of a tensor."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def planned_tensor(name: str, shape: tuple[int, ...], own: str, mix: str | None, facts: Facts) -> Planned:

@@ -55,7 +55,7 @@ def tokenizer_keys(files: Sequence[Path], config: ModelConfig, ends: Sequence[in
         return {MODEL: "none"}, ["note: the model has no tokenizer.json, and the file no tokenizer"]
     content = read_tokenizer_file(file)
     made = parse_tokenizer(content, file)
-    data = json.loads(content)
+    data = json.loads(made.to_str())  # with what older files leave out
     if data["model"].get("type") != "BPE":
         raise InputError(
             f"{file} is a tokenizer of the type {shown(data['model'].get('type'))}, only BPE is written to GGUF files; "
@@ -120,6 +120,7 @@ def _of_bytes(data: Mapping[str, Any], content: bytes) -> tuple[dict[str, Any], 
 
 
 def _merges(data: Mapping[str, Any]) -> list[str]:
+    # Pairs, or of older releases of the library texts.
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in data["model"]["merges"]]
 
 
