@@ -442,7 +442,7 @@ def test_dtype_in_both_styles(style: str):
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes', expected true"),
         ({"eos_token_id": [1, "2"]}, "list of integers"),
         ({"torch_dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"quantization_config": {"bits": 4}}, "checkpoint is quantised"),
+        ({"quantization_config": {"bits": 4}}, "unknown 'quant_method'"),
         (
             {"rope_scaling": {"type": "lineer", "factor": 2.0}},
             "'lineer' (did you mean 'linear'?)",
