@@ -232,6 +232,17 @@ SCORED_ANSWERS = Table(
      "largest relative difference of a gradient"),
     ("{:.0f}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.1e}"),
 )  # fmt: skip
+GGUF_TYPES = Table(
+    "types",
+    ("type", "MB", "nats per token, ours", "llama.cpp's", "awkward texts with equal tokens", "tokens/s, ours",
+     "llama.cpp's"),
+    ("{}", "{:.1f}", "{:.4f}", "{:.4f}", "{}", "{:.1f}", "{:.1f}"),
+)  # fmt: skip
+GGUF_KINDS = Table(
+    "kinds",
+    ("small random model, F32", "largest difference of a logit", "largest logit"),
+    ("{}", "{:.1e}", "{:.1f}"),
+)
 PLAN_TRAIN = Table(
     "cases",
     ("SmolLM2-135M, 2 × 256 tokens, float32", "foretold, GB", "measured, GB", "difference, % (aim 15)",

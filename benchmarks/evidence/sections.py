@@ -153,6 +153,13 @@ SECTIONS = (
         layouts.SERVING_BEFORE,
     ),
     _program(
+        "gguf_parity",
+        "python benchmarks/gguf_parity.py MODEL TEXT",
+        ("moe_jax/conversion/gguf", "moe_jax/functional", "moe_jax/nn", "moe_jax/generation"),
+        layouts.GGUF_TYPES,
+        layouts.GGUF_KINDS,
+    ),
+    _program(
         "scored_answers",
         "python benchmarks/scored_answers.py MODEL",
         ("moe_jax/functional", "moe_jax/nn"),

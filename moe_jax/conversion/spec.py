@@ -6,7 +6,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from moe_jax.conversion.gguf.gguf_types import GGUF_TYPES, GGUFType
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
@@ -16,6 +15,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Code = Literal["4", "8", "fp8", "fp8-block", "nvfp4", "mxfp4"]
 """Numbers that a part of a model can be stored in, by their names in `encoders`."""
 CODES = "|".join(get_args(Code))
+GGUFType = Literal[
+    "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0",
+    "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K",
+]  # fmt: skip
+GGUF_TYPES: tuple[str, ...] = get_args(GGUFType)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from moe_jax.conversion.formats.encoders import ENCODERS, GROUP_SIZES, Codes, En
 from moe_jax.conversion.safetensors_file import PlannedTensor
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.quantized import Quantized
+from moe_jax.experts.forms.coding import Storable, WholeNumberCodes
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
@@ -120,7 +120,11 @@ class Packing:
         words = {part: encoder.word for part, encoder in self.encoders.items()}
         if "experts" not in words:
             return _joined(words) + ": rounded"
-        had = {_in_words(form) for i in source.config.moe_layers if (form := _form(source.config.moe(i))) is not None}
+        had = {
+            _in_words(form)
+            for i in source.config.moe_layers
+            if (form := _whole_numbers(source.config.moe(i))) is not None
+        }
         again = f"rounded again, from {' and '.join(sorted(had))}, which loses a little" if had else "rounded"
         kept = "the codes that they have" if self.stored else again
         others = {part: word for part, word in words.items() if part != "experts"}
@@ -247,21 +251,18 @@ def _group_size(shapes: Mapping[str, tuple[int, ...]], tried: tuple[int, ...], a
     return asked
 
 
-def _form(moe: MoEConfig) -> Quantized | None:
-    """Returns the form of experts that are codes in groups alone, as compressed-tensors may have them; None: others."""
-    form = moe.bank.form
-    if moe.bank.has_base or not isinstance(form, Quantized) or form.bits not in BITS or form.own_bits:
-        return None
-    plain = not form.table and not form.row_scales and form.scale_bits != 8
-    return form if plain and form.group_size is not None else None
+def _whole_numbers(moe: MoEConfig) -> WholeNumberCodes | None:
+    """Returns the codes of experts that compressed-tensors may have as they are; None: they have others, or none."""
+    codes = moe.bank.form.whole_numbers if isinstance(moe.bank.form, Storable) else None
+    return None if moe.bank.has_base or codes is None or codes.bits not in BITS else codes
 
 
 def _has_wide_scales(moe: MoEConfig) -> bool:
-    form = _form(moe)
+    form = _whole_numbers(moe)
     return form is not None and form.scale_bits == 32
 
 
-def _in_words(form: Quantized) -> str:
+def _in_words(form: WholeNumberCodes) -> str:
     return f"{form.bits} bits, {form.group_size} inputs to a scale"
 
 
@@ -271,9 +272,9 @@ def _codes_in_common(source: ModelSource) -> tuple[int, int, bool] | None:
     Zero points that lie between codes cannot be written, and those codes are made again.
     """
     config = source.config
-    forms = {_form(config.moe(i)) for i in config.moe_layers}
+    forms = {_whole_numbers(config.moe(i)) for i in config.moe_layers}
     form = forms.pop() if len(forms) == 1 else None
-    if form is None or form.group_size is None:
+    if form is None:
         return None
     symmetric = True
     if form.zero_points:
@@ -309,7 +310,7 @@ def stored_codes(source: ModelSource, path: str) -> Iterator[Codes]:
     block, _, name = path.removesuffix("/kernel").partition("/experts/")
     folder = f"{block}/experts/delta/{name}"
     codes, scales = source.read(f"{folder}/codes"), source.read(f"{folder}/scales")
-    form = _form(source.config.moe(int(path.split("/")[1])))
+    form = _whole_numbers(source.config.moe(int(path.split("/")[1])))
     assert form is not None
     if form.zero_points:
         zeros = source.read(f"{folder}/zeros") >> (8 - form.bits)

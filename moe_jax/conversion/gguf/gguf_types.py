@@ -9,16 +9,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from moe_jax.conversion.gguf.gguf_header import BLOCKS, PLAIN
 from moe_jax.conversion.tensors import Blocks
-
-GGUFType = Literal[
-    "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0",
-    "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K",
-]  # fmt: skip
-GGUF_TYPES: tuple[str, ...] = get_args(GGUFType)
 
 # `general.file_type`
 FILE_TYPES = {
@@ -138,7 +132,7 @@ def planned_tensor(name: str, shape: tuple[int, ...], own: str, mix: str | None,
       name: in the file.
       shape: in the file.
       own: the type in which the model has it, such as `BF16`.
-      mix: one of `GGUF_TYPES`; None: matrices keep their type.
+      mix: one of `spec.GGUF_TYPES`; None: matrices keep their type.
       facts: of the model.
     """
     if len(shape) < 2 or name.endswith("_norm.weight") or ".ffn_gate_inp" in name:

@@ -17,13 +17,13 @@ from moe_jax.conversion.gguf.gguf_file import GGUFFile, header_of, plain_dtype
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.gguf.gguf_metadata import Described, check_read_back, described, row_orders, tensor_shapes
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
-from moe_jax.conversion.gguf.gguf_types import FILE_TYPES, GGUF_TYPES, Facts, Planned, planned_tensor, said_of_fallbacks
+from moe_jax.conversion.gguf.gguf_types import FILE_TYPES, Facts, Planned, planned_tensor, said_of_fallbacks
 from moe_jax.conversion.gguf.imatrix import read_imatrix
 from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS
 from moe_jax.conversion.gguf.tokenizer_keys import tokenizer_keys
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.spec import ExportSpec, check_gguf_name
+from moe_jax.conversion.spec import GGUF_TYPES, ExportSpec, check_gguf_name
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Mapped
 from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.conversion.to_hugging_face import LeafWriting, refuse_tuned

@@ -19,6 +19,7 @@ For forms that experts are compressed to:
     Residual                         what is encoded
     Coder, JointCoder                the methods to do it with
     Encoded, MoreOfCodes             a kernel in codes, and further options of codes
+    WholeNumberCodes                 codes of whole numbers in groups, as other libraries store them, too
     Wanted, Layout                   how much of the experts is to stay, and ways to store them that have a name
     Own                              the place of one expert among the arrays
 """
@@ -36,6 +37,7 @@ from moe_jax.experts.forms.coding import Own as Own
 from moe_jax.experts.forms.coding import Residual as Residual
 from moe_jax.experts.forms.coding import Storable as Storable
 from moe_jax.experts.forms.coding import Wanted as Wanted
+from moe_jax.experts.forms.coding import WholeNumberCodes as WholeNumberCodes
 from moe_jax.experts.forms.kernel_of_codes import Coded as Coded
 from moe_jax.experts.forms.low_rank import JointLowRank as JointLowRank
 from moe_jax.experts.forms.low_rank import LowRank as LowRank

@@ -42,6 +42,22 @@ class Encoded(NamedTuple):
         return self.leaves["scales"]
 
 
+class WholeNumberCodes(NamedTuple):
+    """Codes that stand for whole numbers, all matrices alike.
+
+    Attributes:
+      bits: of a code.
+      group_size: consecutive inputs that share a scale.
+      zero_points: whether groups have zero points; without them, levels are those of a grid.
+      scale_bits: 16 or 32.
+    """
+
+    bits: int
+    group_size: int
+    zero_points: bool
+    scale_bits: int
+
+
 class MoreOfCodes(TypedDict, total=False):
     """Options of `forms.Quantized` beside bits and groups."""
 
@@ -187,6 +203,11 @@ class Storable(ResidualOptions, abc.ABC):
     counts_largest: ClassVar[bool] = False
     places: ClassVar[tuple[str, ...]] = ()
     row_pointers: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def whole_numbers(self) -> WholeNumberCodes | None:
+        """How experts are whole numbers in groups with a scale each, and nothing else; None of others."""
+        return None
 
     @property
     def codes_in_groups(self) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from moe_jax.core.code_options import BITS, TABLE_BITS
 from moe_jax.core.form_options import Design, QuantizedOptions
 from moe_jax.experts.devices import Platform
-from moe_jax.experts.forms.coding import Coder, Encodable, EncodedKernel, Layout, Residual, Wanted
+from moe_jax.experts.forms.coding import Coder, Encodable, EncodedKernel, Layout, Residual, Wanted, WholeNumberCodes
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton
 from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Split, Window
@@ -57,6 +57,13 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
     @property
     def has_codes(self) -> bool:
         return True
+
+    @property
+    def whole_numbers(self) -> WholeNumberCodes | None:
+        others = self.table or self.row_scales or self.own_bits or self.scale_bits == 8
+        if others or self.group_size is None:
+            return None
+        return WholeNumberCodes(self.bits, self.group_size, self.zero_points, self.scale_bits)
 
     @property
     def codes_in_groups(self) -> tuple[int, int] | None:

@@ -6,12 +6,12 @@ import pytest
 from moe_jax.conversion.gguf.gguf_types import (
     BLOCKS_BY_NAME,
     FILE_TYPES,
-    GGUF_TYPES,
     NUMBERS,
     Facts,
     planned_tensor,
     said_of_fallbacks,
 )
+from moe_jax.conversion.spec import GGUF_TYPES
 
 DENSE = Facts(num_layers=32, num_experts=0, heads_per_kv_head=4, is_tied=False)
 SHAPE = (64, 512)
