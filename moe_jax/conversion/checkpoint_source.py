@@ -4,11 +4,12 @@ Before anything is read, its tensors are matched with its family's table: none m
 """
 
 import abc
+import hashlib
 import math
 import os
 import re
 import tempfile
-import weakref
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -100,6 +101,25 @@ CHUNK_BYTES = 8 << 20  # that each thread reads at a time
 WORKERS = min(4, os.cpu_count() or 1)
 
 
+_FOLDERS: dict[str, tempfile.TemporaryDirectory[str]] = {}
+_WRITING = threading.Lock()
+
+
+def _written_once(contents: Mapping[str, str]) -> tuple[Path, ...]:
+    """Writes files with these texts to a folder that lives as long as the process: a model has only their paths.
+
+    The same texts are in the same folder, so that a checkpoint that is opened again takes no further room.
+    """
+    digest = hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
+    with _WRITING:
+        if digest not in _FOLDERS:
+            folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
+            for name, text in contents.items():
+                (Path(folder.name) / name).write_text(text, encoding="utf-8")
+            _FOLDERS[digest] = folder
+    return tuple(Path(_FOLDERS[digest].name) / name for name in contents)
+
+
 class CheckpointSource(abc.ABC):
     """A checkpoint whose tensors are in files. A `ModelSource`; a subclass knows which tensors make up which leaf."""
 
@@ -122,13 +142,9 @@ class CheckpointSource(abc.ABC):
         """Raises `InputError` if something else took the checkpoint's place since it was opened."""
 
     def _made_files(self, make: Callable[[], Mapping[str, str]]) -> tuple[Path, ...]:
-        """Returns files with the texts that `make` returns by name; written once, they vanish with the object."""
+        """Returns files with the texts that `make` returns by name; they vanish when the process ends."""
         if self._made is None:
-            contents, folder = make(), tempfile.TemporaryDirectory(prefix="moe-jax-")
-            weakref.finalize(self, folder.cleanup)
-            self._made = tuple(Path(folder.name) / name for name in contents)
-            for file in self._made:
-                file.write_text(contents[file.name], encoding="utf-8")
+            self._made = _written_once(make())
         return self._made
 
     def kinds_of_codes(self) -> dict[str, str]:

@@ -175,7 +175,7 @@ class HuggingFaceDirectory(CheckpointSource):
         """Files that are copied with the model: tokenizer, generation settings, chat templates.
 
         If a family has a vocabulary in a format of its own, a tokenizer.json is made from it when these files are first
-        needed. It vanishes with the object.
+        needed. It vanishes when the process ends.
         """
         self._held.check_in_place()
         files = tokenizer_files_in(self.path)

@@ -31,7 +31,7 @@ class GGUFModel(CheckpointSource):
     """A model in a GGUF file: its config, its tensors and its tokenizer. A `ModelSource`.
 
     Tensors of float32, float16 and bfloat16 keep their bits; quantised ones are float32, decoded a few megabytes at a
-    time. The tokenizer's files are made from the metadata when they are first needed, and vanish with the object.
+    time. The tokenizer's files are made from the metadata when they are first needed, and vanish when the process ends.
     """
 
     def __init__(self, path: Path | str):
