@@ -36,9 +36,15 @@ AWKWARD = (
 )
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 96, "norm_topk_prob": True, "head_dim": 16},
-    "olmoe": {"num_experts": 4, "num_key_value_heads": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
 }
 SMALL = {
     "vocab_size": 256,
@@ -47,7 +53,6 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
