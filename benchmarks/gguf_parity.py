@@ -4,10 +4,12 @@
 
 MODEL is a language model with a tokenizer, such as SmolLM2-135M; TEXT a text, of which the first 1,024 tokens are
 scored in windows of 256. It takes the package llama-cpp-python, which is built from source. The kinds beside the types
-are small random models, of F32. Generation is greedy, of 64 tokens, by turns. OUT receives `gguf_parity.json`.
+are small random models, of F32. Generation is greedy, of 64 tokens, by turns. Then the same F16 file is quantised here and
+by llama.cpp, without an imatrix, and both are scored here, on 6,144 tokens. OUT receives `gguf_parity.json`.
 """
 
 import argparse
+import ctypes
 import os
 import statistics
 import tempfile
@@ -21,11 +23,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 
 import moe_jax
-from evidence.layouts import GGUF_KINDS, GGUF_TYPES
+from evidence.layouts import GGUF_KINDS, GGUF_QUANTISED, GGUF_TYPES
 from evidence.results import RESULTS, Figures
 from moe_jax.commands.environment import ask_for_huge_pages, keep_compiled_programs
+from moe_jax.conversion.gguf.gguf_types import FILE_TYPES
 
 TOKENS, WINDOW, MADE = 1024, 256, 64
+QUANTISED, MANY = ("Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K"), 6144
 AWKWARD = (
     "Hello, world!  Two spaces,\ttab\nand lines\n\n",
     "ÄÖÜ ß café naïve 北京 東京 한국어 العربية 🙂👩‍👩‍👧",
@@ -105,13 +109,16 @@ def main() -> None:
     options = parser.parse_args()
     figures = Figures("gguf_parity", options.out, writes=True)
     tokenizer = moe_jax.load(options.model).tokenizer
-    ids = tokenizer.encode(options.text.read_text("utf-8")[: 16 * TOKENS])[:TOKENS]
+    many = list(tokenizer.encode(options.text.read_text("utf-8")[: 16 * MANY])[:MANY])
+    ids = many[:TOKENS]
     with tempfile.TemporaryDirectory() as folder:
         rows = [row(options.model, kind, ids, options.rounds, Path(folder)) for kind in options.types]
         figures.put_rows(GGUF_TYPES.name, rows)
         print(GGUF_TYPES.text(figures), flush=True)
         figures.put_rows(GGUF_KINDS.name, [small_row(kind, Path(folder)) for kind in KINDS])
-    print(GGUF_KINDS.text(figures))
+        print(GGUF_KINDS.text(figures), flush=True)
+        figures.put_rows(GGUF_QUANTISED.name, quantised_rows(options.model, many, Path(folder)))
+    print(GGUF_QUANTISED.text(figures))
 
 
 def row(model: Path, kind: str, ids: list[int], rounds: int, folder: Path) -> list[Any]:
@@ -172,6 +179,25 @@ def small_row(kind: str, folder: Path) -> list[Any]:
     theirs, decoder = Theirs(file).logits(tokens.tolist()), moe_jax.load(checkpoint, dtype="float32").decoder
     ours = np.asarray(decoder(tokens[None].astype(np.int32)).logits)[0]
     return [kind, float(np.abs(ours - theirs).max()), float(np.abs(ours).max())]
+
+
+def quantised_rows(model: Path, ids: list[int], folder: Path) -> list[list[Any]]:
+    """Losses of the same model quantised here and by llama.cpp; the sizes of the files differ by their metadata."""
+    import llama_cpp
+
+    whole = moe_jax.export(model, folder / "whole.gguf", format="gguf", gguf_type="F16")
+    rows: list[list[Any]] = []
+    for kind in QUANTISED:
+        ours, theirs = folder / f"ours-{kind}.gguf", folder / f"theirs-{kind}.gguf"
+        moe_jax.export(whole, ours, format="gguf", gguf_type=kind)
+        given = llama_cpp.llama_model_quantize_default_params()
+        given.ftype = FILE_TYPES[kind]
+        assert llama_cpp.llama_model_quantize(str(whole).encode(), str(theirs).encode(), ctypes.byref(given)) == 0
+        losses = [moe_jax.evaluate(moe_jax.load(file), ids, seq_len=512).nll for file in (ours, theirs)]
+        rows.append([kind, ours.stat().st_size / 1e6, theirs.stat().st_size / 1e6, *losses])
+        for file in (ours, theirs):
+            file.unlink()
+    return rows
 
 
 if __name__ == "__main__":

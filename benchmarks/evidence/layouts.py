@@ -243,6 +243,11 @@ GGUF_KINDS = Table(
     ("small random model, F32", "largest difference of a logit", "largest logit"),
     ("{}", "{:.1e}", "{:.1f}"),
 )
+GGUF_QUANTISED = Table(
+    "quantised",
+    ("type", "MB, ours", "llama.cpp's", "nats per token, quantised here", "by llama.cpp"),
+    ("{}", "{:.1f}", "{:.1f}", "{:.4f}", "{:.4f}"),
+)
 PLAN_TRAIN = Table(
     "cases",
     ("SmolLM2-135M, 2 × 256 tokens, float32", "foretold, GB", "measured, GB", "difference, % (aim 15)",

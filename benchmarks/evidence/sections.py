@@ -158,6 +158,7 @@ SECTIONS = (
         ("moe_jax/conversion/gguf", "moe_jax/functional", "moe_jax/nn", "moe_jax/generation"),
         layouts.GGUF_TYPES,
         layouts.GGUF_KINDS,
+        layouts.GGUF_QUANTISED,
     ),
     _program(
         "scored_answers",
