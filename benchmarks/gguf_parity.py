@@ -4,8 +4,8 @@
 
 MODEL is a language model with a tokenizer, such as SmolLM2-135M; TEXT a text, of which the first 1,024 tokens are
 scored in windows of 256. It takes the package llama-cpp-python, which is built from source. The kinds beside the types
-are small random models, of F32. Generation is greedy, of 64 tokens, by turns. Then the same F16 file is quantised here and
-by llama.cpp, without an imatrix, and both are scored here, on 6,144 tokens. OUT receives `gguf_parity.json`.
+are small random models, of F32. Generation is greedy, of 64 tokens, by turns. Then the same F16 file is quantised here
+and by llama.cpp, without an imatrix, and both are scored here, on 6,144 tokens. OUT receives `gguf_parity.json`.
 """
 
 import argparse
