@@ -141,7 +141,9 @@ def _others_wait() -> bool:
 
 
 def _notes(error: BaseException) -> str:
-    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    # JAX adds one about its own traceback to errors of what it traces, and none is shown.
+    notes = (note for note in getattr(error, "__notes__", ()) if "JAX has removed its internal frames" not in note)
+    return "".join(f"; {note}" for note in notes)
 
 
 def run_command(arguments: list[str], modules: Sequence[str] = ()) -> int:

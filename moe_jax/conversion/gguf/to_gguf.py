@@ -69,8 +69,13 @@ def export_gguf(
     (refuse_existing if dry_run else check_target)(dst, file=True)
     check_beside(dst, [source.path])
     refuse_tuned(source)
+    if source.config.vision is not None:
+        raise InputError(f"{source.path} takes pictures, and GGUF files hold models of text: leave out --format gguf")
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate", all_moe=True)
     plan = _Plan.of(source, described(config), dst.stem, spec.gguf_type)
+    importance: dict[str, np.ndarray] = {}
+    if spec.imatrix is not None:
+        importance = read_imatrix(spec.imatrix, {name: tensor.shape for name, tensor in plan.tensors.items()})
     sizes = {
         path: sum(plan.tensors[name].nbytes for name in {piece.tensor for piece in pieces})
         for path, pieces in plan.mapped.pieces.items()
@@ -78,9 +83,7 @@ def export_gguf(
     print_changes(source.config, config, sizes, console)
     for line in (*plan.notes, *said_of_fallbacks(plan.tensors)):
         console.print(line, markup=False)
-    importance: dict[str, np.ndarray] = {}
     if spec.imatrix is not None:
-        importance = read_imatrix(spec.imatrix, {name: tensor.shape for name, tensor in plan.tensors.items()})
         coded = [name for name, tensor in plan.tensors.items() if tensor.kind in K_LAYOUTS]
         known = sum(name in importance for name in coded)
         console.print(f"importance of inputs: known for {known} of {len(coded)} matrices in K-quants", markup=False)

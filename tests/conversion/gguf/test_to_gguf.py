@@ -13,8 +13,10 @@ from moe_jax.conversion import GGUFModel, HuggingFaceDirectory
 from moe_jax.conversion.gguf import gguf_model
 from moe_jax.conversion.gguf.gguf_architectures import ARCHITECTURES
 from moe_jax.core.errors import InputError
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.gguf_files import tensors_of
 from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint
+from tests.support.seeing_models import seeing
 
 FAMILIES = [family for architecture in ARCHITECTURES.values() for family in architecture.families]
 # What no architecture says: dense layers among MoEs, other activations.
@@ -272,3 +274,11 @@ def test_what_was_written_is_a_model_for_commands(tmp_path):
     path = moe_jax.export(folder, tmp_path / "m.gguf", format="gguf", gguf_type="BF16")
     again = moe_jax.export(path, tmp_path / "again.gguf", format="gguf")
     assert_same_numbers(open_source(path), open_source(again))
+
+
+def test_models_that_see_are_of_no_architecture(tmp_path):
+    config = seeing(dense_config(num_layers=1))
+    model = write_model(tmp_path / "seeing", config, random_leaves(config))
+    with pytest.raises(InputError, match="takes pictures"):
+        moe_jax.export(model, tmp_path / "out.gguf", format="gguf")
+    assert not (tmp_path / "out.gguf").exists()
