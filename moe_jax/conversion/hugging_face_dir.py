@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.families import FAMILIES, family_named
-from moe_jax.conversion.formats import format_of
+from moe_jax.conversion.formats import check_no_codes, format_of
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.model_table import plain_name, table_of
 from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
@@ -203,12 +203,14 @@ class HuggingFaceDirectory(CheckpointSource):
         leaves, where = leaf_specs(self.config), str(self.path)
         tensors = {plain_name(self.config, name): entry for name, entry in self.checkpoint.tensors.items()}
         table = self._table
-        if self.quantized_as is not None:
-            try:
+        try:
+            if self.quantized_as is None:
+                check_no_codes(tensors)
+            else:
                 table = (*table, *self.quantized_as.ignored(tensors))
                 tensors = self.quantized_as.folded(tensors)
-            except InputError as error:
-                raise InputError(f"{self.path}: {error}") from None
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
         if family_named(self.config.family).sees is not None and self.config.vision is not None:
             try:
                 tensors = self._with_parts(tensors, self.config.vision)

@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from moe_jax.conversion.formats.quantized_format import QuantizationKeys, QuantizedFormat
@@ -10,6 +10,9 @@ from moe_jax.core.errors import InputError, nearest, shown
 
 KEYS = ("quantization_config", "compression_config")
 """Keys of config.json that describe a format; the second is the older name of the first."""
+
+
+_OF_CODES = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".SCB", ".weight.absmax", "_blocks")
 
 
 def _discover() -> dict[str, type[QuantizedFormat]]:
@@ -43,6 +46,16 @@ def format_of(data: Mapping[str, Any]) -> QuantizedFormat | None:
             f"config.json: {key}: unknown 'quant_method' {shown(method)}{hint}; known: {', '.join(FORMATS)}"
         )
     return FORMATS[method].read(QuantizationKeys(settings, key))
+
+
+def check_no_codes(tensors: Collection[str]) -> None:
+    """Raises `InputError` if names of tensors are those of codes, of which config.json says nothing."""
+    found = next((name for name in tensors if name.endswith(_OF_CODES)), None)
+    if found is not None:
+        raise InputError(
+            f"config.json has no 'quantization_config', and the checkpoint holds codes, such as {shown(found)}; fetch "
+            "config.json again"
+        )
 
 
 def without_format(data: Mapping[str, Any]) -> Mapping[str, Any]:

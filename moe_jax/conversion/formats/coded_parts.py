@@ -107,6 +107,8 @@ class Packing:
             tried = (own[1], *GROUP_SIZES) if own is not None and part == "experts" else GROUP_SIZES
             size = _group_size(parts[part], tried, group_size)
             encoders[part] = WholeNumbers(bits=int(code), group_size=size, quantise=quantise)
+        if group_size is not None and not any(isinstance(one, WholeNumbers) for one in encoders.values()):
+            raise InputError(f"--group-size {group_size} is for whole numbers (4 or 8 bits), and no part is in them")
         stored = _stays(source, written, encoders.get("experts"), own)
         if stored and own is not None:
             whole_numbers = encoders["experts"]

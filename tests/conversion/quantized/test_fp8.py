@@ -153,6 +153,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
         (lambda t, c: c["quantization_config"].update(quant_method=8), "unknown 'quant_method' 8"),
         (lambda t, c: c["quantization_config"].update(weight_block_size=[0, 8]), "two sizes of"),
         (lambda t, c: c.update(quantization_config=["fp8"]), "expected an object"),
+        (lambda t, c: c.pop("quantization_config"), "has no 'quantization_config'"),
     ],
 )
 def test_faults_are_one_line_and_leave_nothing(llama_in_fp8, tmp_path, capfd, change, message):
