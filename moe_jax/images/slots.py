@@ -48,8 +48,8 @@ def place_pictures(
         counts = [count // per_picture for count in counts]
     else:
         raise InputError(
-            f"pictures: {pictures}, and placeholders for them (token {placeholder}) in the text: {given}; expected one "
-            "for each"
+            f"pictures: {pictures}, and placeholders for them in the text: {given}; expected an <image> for each, or "
+            "the token that the model has for it"
         )
     return [
         PlacedRow([max(token, 0) for token in row], _slots(row, placeholder), count)
