@@ -44,7 +44,12 @@ GROUPS = {
     "what is written": (
         "format",
         "gguf_type",
+        "imatrix",
         "bits",
+        "parts",
+        "attention_bits",
+        "dense_bits",
+        "head_bits",
         "group_size",
         "dtype",
         "expert_layout",

@@ -227,7 +227,8 @@ def _weights_in_codes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtype
     count = 0
     for layer in config.moe_layers:
         moe = config.moe(layer)
-        if isinstance(moe.bank.form, Storable) and moe.bank.form.codes_in_groups is not None:
+        form = moe.bank.form
+        if form.has_codes and not (isinstance(form, Storable) and form.counts_largest):
             for name, (rows, columns) in moe.expert.shapes(config.d_model).items():
                 codes = specs.get(f"layers/{layer}/mlp/experts/delta/{name}/codes")
                 count += 0 if codes is None else codes.shape[0] * rows * columns

@@ -8,29 +8,22 @@ has, to the last bit. What is not an expert is decoded.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
 
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
-from moe_jax.conversion.table import Piece
-from moe_jax.conversion.tensors import CodesOfGroups, Groups
+from moe_jax.conversion.tensors import CodesOfGroups, GroupedRows, Groups
 from moe_jax.core.code_options import BITS, TABLE_BITS
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.experts.forms.quantized import Quantized
-from moe_jax.functional.codes import SCALE_DTYPE
+from moe_jax.functional.codes import SCALE_DTYPE, pack
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.models import BankConfig, ModelConfig, MoEConfig
-
-
-class _Kept(NamedTuple):
-    """A leaf of codes in place of whole kernels: its part (`codes`, `scales`, ...), and the leaf of these kernels."""
-
-    part: str
-    kernel: str
+from moe_jax.models import BankConfig, ModelConfig
 
 
 def _is_exact(levels: tuple[float, ...]) -> bool:
@@ -57,7 +50,10 @@ class KeptCodes:
         self.source = source
         self.path, self.fingerprint = source.path, source.fingerprint
         self.reasons: dict[int, str] = {}
-        layers, self._kept = list(source.config.layers), dict[str, _Kept]()
+        layers = list(source.config.layers)
+        self._parts: dict[str, dict[str, str]] = {}  # of a kernel, the leaves in its place, by what they hold
+        self._kernel_of: dict[str, str] = {}
+        self._read: tuple[str, dict[str, np.ndarray]] | None = None  # the last kernel, and these leaves
         for i in source.config.moe_layers:
             moe = source.config.moe(i)
             folder = f"layers/{i}/mlp/experts"
@@ -66,14 +62,12 @@ class KeptCodes:
             if isinstance(form, str):
                 self.reasons[i] = form
                 continue
-            layers[i] = dataclasses.replace(layers[i], mlp=with_form(moe, form))
+            layers[i] = dataclasses.replace(layers[i], mlp=dataclasses.replace(moe, bank=BankConfig(form, base="none")))
             parts = ("codes", "scales", "table" if form.table else "zeros")
-            self._kept |= {
-                f"{folder}/delta/{name}/{part}": _Kept(part, kernel)
-                for name, kernel in kernels.items()
-                for part in parts
-            }
-        if not self._kept:
+            for name, kernel in kernels.items():
+                self._parts[kernel] = {part: f"{folder}/delta/{name}/{part}" for part in parts}
+                self._kernel_of |= dict.fromkeys(self._parts[kernel].values(), kernel)
+        if not self._parts:
             why = next(iter(self.reasons.values()), "the model has no experts")
             raise InputError(f"{source.path}: no experts can stay in codes: {why}; convert without --codes keep")
         self.config: ModelConfig = dataclasses.replace(source.config, layers=tuple(layers))
@@ -94,9 +88,9 @@ class KeptCodes:
         for name, kernel in kernels.items():
             for piece in self.source.weights.pieces[kernel]:
                 coded = self.source.weights.tensors[piece.tensor].coded
-                groups = None if coded is None else coded.codes.groups
                 if coded is None:
                     return f"{piece.tensor} is not in codes"
+                groups = coded.codes.groups if isinstance(coded.codes, GroupedRows) else None
                 if groups is None or not piece.transpose:
                     return f"{piece.tensor} is in {coded.kind}, whose codes do not lie in groups of consecutive inputs"
                 if groups.bits not in (BITS if groups.levels is None else TABLE_BITS):
@@ -126,13 +120,17 @@ class KeptCodes:
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every leaf, by path."""
+        return self._specs
+
+    @cached_property
+    def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         whole, described = self.source.specs(), leaf_specs(self.config)
-        return {path: described[path] if path in self._kept else whole[path] for path in described}
+        return {path: spec if self.is_kept(path) else whole[path] for path, spec in described.items()}
 
     def describe(self) -> list[str]:
         """Returns lines about what stays in codes, and what does not."""
         forms = Counter(self.config.moe(i).bank.describe() for i in self.config.moe_layers if i not in self.reasons)
-        size = show_bytes(sum(map(self.stored_bytes, self._kept)))
+        size = show_bytes(sum(map(self.stored_bytes, self._kernel_of)))
         said = [f"experts of {count} layers stay in codes, {form}" for form, count in forms.items()]
         said[-1] += f": {size}"
         if self.reasons:
@@ -142,13 +140,13 @@ class KeptCodes:
 
     def is_kept(self, path: str) -> bool:
         """Whether a leaf is a part of experts that stay in codes."""
-        return path in self._kept
+        return path in self._kernel_of
 
     def stored_bytes(self, path: str) -> int:
         """Returns the number of bytes of one leaf: on disk, or as codes here."""
         if not self.is_kept(path):
             return self.source.stored_bytes(path)
-        spec = self.specs()[path]
+        spec = self._specs[path]
         return spec.size * spec.dtype.itemsize
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
@@ -159,66 +157,42 @@ class KeptCodes:
         """
         if not self.is_kept(path):
             return self.source.read(path, dtype, buffer)
-        kept, spec = self._kept[path], self.specs()[path]
-        out = np.empty(spec.shape, spec.dtype)
-        for piece in self.source.weights.pieces[kept.kernel]:
-            assert piece.expert is not None
-            out[piece.expert] = self._part(piece, kept.part)
-        return out
+        kernel = self._kernel_of[path]
+        if self._read is None or self._read[0] != kernel:
+            self._read = None  # those of one kernel are in memory at a time
+            self._read = kernel, self._leaves_of(kernel)
+        return self._read[1][path]
 
-    def _part(self, piece: Piece, part: str) -> np.ndarray:
-        """Returns a part of the codes of one expert's kernel [in, out]."""
-        entry = self.source.weights.tensors[piece.tensor]
-        assert entry.coded is not None and entry.coded.codes.groups is not None
-        bits, _, levels = entry.coded.codes.groups
-        if part == "table":
-            assert levels is not None
-            return np.sort(np.asarray(levels, np.float32))
-        found = self.source.codes(piece)
-        return _PARTS[part](found, bits, levels, piece.tensor)
-
-
-def with_form(moe: MoEConfig, form: Quantized) -> MoEConfig:
-    """Returns the config of a layer whose experts are in codes of a form, and nothing beside them."""
-    return dataclasses.replace(moe, bank=BankConfig(form, base="none"))
+    def _leaves_of(self, kernel: str) -> dict[str, np.ndarray]:
+        """Returns the leaves in the place of a kernel: the codes of every expert are read once for all of them."""
+        parts, specs = self._parts[kernel], self._specs
+        leaves = {path: np.empty(specs[path].shape, specs[path].dtype) for path in parts.values()}
+        for piece in self.source.weights.pieces[kernel]:
+            coded = self.source.weights.tensors[piece.tensor].coded
+            assert coded is not None and isinstance(coded.codes, GroupedRows) and coded.codes.groups is not None
+            made = _parts(self.source.codes(piece), coded.codes.groups, piece.tensor)
+            for part, path in parts.items():
+                leaves[path][piece.expert] = made[part]
+        return leaves
 
 
-def _codes(found: CodesOfGroups, bits: int, levels: tuple[float, ...] | None, where: str) -> np.ndarray:
-    codes = found.codes
-    if (
-        levels is not None
-    ):  # tables are in ascending order; equal levels, such as 0 and -0, are one as good as the other
-        order = np.argsort(np.argsort(np.asarray(levels), kind="stable")).astype(np.uint8)
-        codes = order[codes]
-    return packed(np.ascontiguousarray(codes.T), bits)
-
-
-def _scales(found: CodesOfGroups, bits: int, levels: tuple[float, ...] | None, where: str) -> np.ndarray:
-    # Without a table, a scale is half a step.
-    return found.scales.T * np.float32(1 if levels is not None else 0.5)
-
-
-def _zeros(found: CodesOfGroups, bits: int, levels: tuple[float, ...] | None, where: str) -> np.ndarray:
-    zeros = np.full(found.scales.shape, 1 << (bits - 1)) if found.zeros is None else found.zeros
-    if zeros.min() < 0 or zeros.max() >= 1 << bits:
+def _parts(found: CodesOfGroups, groups: Groups, where: str) -> dict[str, np.ndarray]:
+    """Returns the parts of a kernel [in, out] whose transpose is in these codes."""
+    if groups.levels is not None:
+        # Tables are in ascending order; of equal levels, such as 0 and -0, either will do.
+        levels = np.asarray(groups.levels, np.float32)
+        places = np.argsort(np.argsort(levels, kind="stable")).astype(np.uint8)
+        codes = _packed(places[found.codes].T, groups.bits)
+        return {"codes": codes, "scales": found.scales.T, "table": np.sort(levels)}
+    zeros = np.full(found.scales.shape, 1 << (groups.bits - 1)) if found.zeros is None else found.zeros
+    if zeros.min() < 0 or zeros.max() >= 1 << groups.bits:
         raise InputError(f"{where} has a zero point outside its codes; convert without --codes keep")
-    return (zeros.T << (8 - bits)).astype(np.uint8)
+    return {
+        "codes": _packed(found.codes.T, groups.bits),
+        "scales": found.scales.T * np.float32(0.5),  # without a table, a scale is half a step
+        "zeros": (zeros.T << (8 - groups.bits)).astype(np.uint8),
+    }
 
 
-_PARTS: Mapping[str, Callable[[CodesOfGroups, int, tuple[float, ...] | None, str], np.ndarray]] = {
-    "codes": _codes,
-    "scales": _scales,
-    "zeros": _zeros,
-}
-
-
-def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Packs codes UInt8[i, o] along their first axis, as `functional.codes.pack` does."""
-    rows, columns = codes.shape
-    per_word, word_bytes = (8, 3) if bits == 3 else (8 // bits, 1)
-    codes = np.pad(codes, ((0, -rows % per_word), (0, 0))).reshape(-1, per_word, columns)
-    words = np.zeros((len(codes), columns), np.uint32)
-    for place in range(per_word):
-        words |= codes[:, place].astype(np.uint32) << np.uint32(place * bits)
-    out = np.stack([(words >> np.uint32(8 * byte)).astype(np.uint8) for byte in range(word_bytes)], axis=1)
-    return out.reshape(-1, columns)[: math.ceil(rows * bits / 8)]
+# One program for every shape of kernels.
+_packed = jax.jit(pack, static_argnums=1)

@@ -104,7 +104,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
 
     @property
     def codes(self) -> dict[str, str | None]:
-        """By part of the model, the numbers that it is stored in; None: those that the experts have. See `packing`."""
+        """By part of the model, the numbers that it is stored in; None: those that the experts have."""
         given = {"dense": self.dense_bits, "attention": self.attention_bits, "head": self.head_bits}
         codes = {part: str(code) for part, code in given.items() if code is not None}
         return {"experts": None if self.bits is None else str(self.bits), **codes}

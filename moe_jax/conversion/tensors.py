@@ -93,15 +93,6 @@ class CodedRows(abc.ABC):
 
     is_by_rows: bool = True
 
-    @property
-    def groups(self) -> Groups | None:
-        """A description of its codes, if they are of groups in a row; None: they are not."""
-        return None
-
-    def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
-        """Returns rows of its codes; only if they are of `groups`. Raises `InputError` as `decoded` does."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
         """Returns rows of it, Float32[stop - start, n], new; its axes but the last are one.
@@ -109,6 +100,19 @@ class CodedRows(abc.ABC):
         Raises:
           InputError: if what is stored makes no sense, such as scales that are not finite.
         """
+
+
+class GroupedRows(CodedRows):
+    """Codes that may lie in groups of consecutive ones in a row, and can then be moved as they are."""
+
+    @property
+    @abc.abstractmethod
+    def groups(self) -> Groups | None:
+        """A description of the codes; None: they do not lie in groups."""
+
+    @abc.abstractmethod
+    def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
+        """Returns rows of its codes; only if it has `groups`. Raises `InputError` as `decoded` does."""
 
 
 class StoredRows(NamedTuple):
@@ -206,7 +210,7 @@ class TensorFiles:
 
     def codes(self, entry: TensorEntry, start: int, stop: int) -> CodesOfGroups:
         """Reads rows of the codes of a tensor that has groups of them; raises `InputError` as `rows` does."""
-        assert entry.coded is not None
+        assert entry.coded is not None and isinstance(entry.coded.codes, GroupedRows)
         return entry.coded.codes.codes_of_groups(self.rows, start, stop)
 
     def read_strided(self, entry: TensorEntry) -> np.ndarray:

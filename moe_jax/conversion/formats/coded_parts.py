@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,6 @@ from moe_jax.models import ModelConfig, MoEConfig
 PARTS = ("experts", "dense", "attention", "head")
 """Parts of a model that can be in codes: experts; FFNs that are none, or stand beside them; attention; the head."""
 BITS = (4, 8)
-CODES = (*map(str, BITS), *ENCODERS)
-"""Formats of numbers, by their names on the command line."""
 
 _SUFFIX = ".weight"
 _OPTIONS = {"experts": "--bits", **{part: f"--{part}-bits" for part in PARTS[1:]}}
@@ -78,7 +76,7 @@ class Packing:
           source: the model.
           written: the config that is written.
           quantise: makes whole numbers of kernels that have none.
-          codes: one of `CODES` by part; None, of experts: see above.
+          codes: `4`, `8`, or one of `ENCODERS`, by part; None, of experts: see above.
           whole: whether attention and dense FFNs that are not among `codes` have the format of the experts, too.
           group_size: inputs that share a scale, of whole numbers.
 
@@ -90,7 +88,7 @@ class Packing:
         shapes = {path: spec.shape for path, spec in leaf_specs(written).items()}
         parts = {part: {path: shape for path, shape in shapes.items() if part_of(path) == part} for part in PARTS}
         own = _codes_in_common(source)
-        experts = codes["experts"] or str(own[0] if own is not None else BITS[0])
+        experts = codes["experts"] or str(own.codes.bits if own is not None else BITS[0])
         others = {part: code for part, code in codes.items() if part != "experts" and code is not None}
         for part in others:
             if not parts[part]:
@@ -104,7 +102,9 @@ class Packing:
             if code in ENCODERS:
                 encoders[part] = ENCODERS[code]()
                 continue
-            tried = (own[1], *GROUP_SIZES) if own is not None and part == "experts" else GROUP_SIZES
+            tried = GROUP_SIZES
+            if own is not None and part == "experts":
+                tried = (own.codes.group_size, *GROUP_SIZES)
             size = _group_size(parts[part], tried, group_size)
             encoders[part] = WholeNumbers(bits=int(code), group_size=size, quantise=quantise)
         if group_size is not None and not any(isinstance(one, WholeNumbers) for one in encoders.values()):
@@ -113,8 +113,8 @@ class Packing:
         if stored and own is not None:
             whole_numbers = encoders["experts"]
             assert isinstance(whole_numbers, WholeNumbers)
-            encoders["experts"] = dataclasses.replace(whole_numbers, symmetric=own[2])
-        wide = stored and any(_has_wide_scales(source.config.moe(i)) for i in source.config.moe_layers)
+            encoders["experts"] = dataclasses.replace(whole_numbers, symmetric=own.is_symmetric)
+        wide = stored and own is not None and own.codes.scale_bits == 32
         return cls(encoders=encoders, stored=stored, wide_scales=wide)
 
     def said(self, source: ModelSource) -> str:
@@ -259,17 +259,19 @@ def _whole_numbers(moe: MoEConfig) -> WholeNumberCodes | None:
     return None if moe.bank.has_base or codes is None or codes.bits not in BITS else codes
 
 
-def _has_wide_scales(moe: MoEConfig) -> bool:
-    form = _whole_numbers(moe)
-    return form is not None and form.scale_bits == 32
+class _Own(NamedTuple):
+    """The codes that all experts have, and whether no group has a zero point other than the middle."""
+
+    codes: WholeNumberCodes
+    is_symmetric: bool
 
 
 def _in_words(form: WholeNumberCodes) -> str:
     return f"{form.bits} bits, {form.group_size} inputs to a scale"
 
 
-def _codes_in_common(source: ModelSource) -> tuple[int, int, bool] | None:
-    """Returns bits and group size of the experts' codes, and whether they are symmetric; None: they are not alike.
+def _codes_in_common(source: ModelSource) -> _Own | None:
+    """Returns the codes that all experts have; None: they are not alike, or not such as can be written.
 
     Zero points that lie between codes cannot be written, and those codes are made again.
     """
@@ -287,18 +289,17 @@ def _codes_in_common(source: ModelSource) -> tuple[int, int, bool] | None:
                 if (zeros % step).any():
                     return None
                 symmetric = symmetric and bool((zeros == 128).all())
-    return form.bits, form.group_size, symmetric
+    return _Own(form, symmetric)
 
 
-def _stays(
-    source: ModelSource, written: ModelConfig, encoder: Encoder | None, own: tuple[int, int, bool] | None
-) -> bool:
+def _stays(source: ModelSource, written: ModelConfig, encoder: Encoder | None, own: _Own | None) -> bool:
     """Whether the experts' codes are written as they are: in the same groups, of experts of the same shape."""
     config = source.config
-    if own is None or not isinstance(encoder, WholeNumbers) or encoder.bits != own[0]:
+    if own is None or not isinstance(encoder, WholeNumbers) or encoder.bits != own.codes.bits:
         return False
-    rows = {size for i in config.moe_layers for size, _ in config.moe(i).expert.shapes(config.d_model).values()}
-    same_groups = encoder.group_size == own[1] or (encoder.group_size is None and own[1] >= max(rows))
+    size = own.codes.group_size
+    inputs = {rows for i in config.moe_layers for rows, _ in config.moe(i).expert.shapes(config.d_model).values()}
+    same_groups = encoder.group_size == size or (encoder.group_size is None and size >= max(inputs))
     same = all(config.moe(i).expert.dim == written.moe(i).expert.dim for i in config.moe_layers)
     return same_groups and same and config.moe_layers == written.moe_layers
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from moe_jax.conversion.formats.config_groups import DENSE, ConfigGroup, group_for, read_groups
-from moe_jax.conversion.formats.fp4 import EXPONENTS, mxfp4_matrix, nvfp4_matrix
-from moe_jax.conversion.formats.fp8 import FP8_DTYPES, fp8_matrix
+from moe_jax.conversion.formats.fp4 import mxfp4_matrix, nvfp4_matrix
+from moe_jax.conversion.formats.fp8 import EXPONENTS, FP8_DTYPES, fp8_matrix
 from moe_jax.conversion.formats.integer_rows import WORD, IntegerRows
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, QuantizationKeys, QuantizedFormat, grid_shape
 from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles

@@ -17,18 +17,20 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from moe_jax.conversion.formats.fp4 import FP4_LEVELS, MXFP4_GROUP, NVFP4_GROUP
+from moe_jax.conversion.formats.integer_rows import unpacked
 from moe_jax.conversion.safetensors_file import PlannedTensor
 from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.core.errors import InputError
+from moe_jax.functional.codes import pack
 
 GROUP_SIZES = (128, 64, 32)
 """Inputs to a scale that vLLM has kernels for; the first that fits is taken."""
 _FP8_MOST, _FP4_MOST = 448.0, 6.0
-FP4_LEVELS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-"""The numbers of e2m1 that are not negative, by code; that of a negative one has the fourth bit, too."""
 
 
 class Codes(NamedTuple):
@@ -132,21 +134,19 @@ class WholeNumbers(Encoder):
         codes = self.quantise(np.ascontiguousarray(matrix.T), self.bits, self.group_size or _multiple(matrix.shape[1]))
         tensors = self.tensors(codes, matrix.shape, scales)
         steps = np.repeat(tensors["_scale"].astype(np.float32), self.group_size or matrix.shape[1], axis=1)
-        numbers = _unpacked(codes.packed, self.bits)[: matrix.shape[1]].T.astype(np.float32)
-        return Encoded(tensors, (numbers - 2 ** (self.bits - 1)) * steps)
+        numbers = unpacked(tensors["_packed"], self.bits, matrix.shape[1])
+        return Encoded(tensors, numbers.astype(np.float32) * steps)
 
     def tensors(self, codes: Codes, shape: tuple[int, ...], scales: np.dtype) -> dict[str, np.ndarray]:
         """Returns the tensors of a matrix of this shape, given its codes."""
-        packed = np.pad(codes.packed, ((0, -len(codes.packed) % 4), (0, 0)))
         made = {
-            "_packed": np.ascontiguousarray(packed.T).view("<i4"),
+            "_packed": _words(codes.packed),
             "_scale": np.ascontiguousarray(2 * codes.scales.astype(np.float32).T).astype(scales),
             "_shape": np.asarray(shape, np.int64),
         }
         if not self.symmetric:
             assert codes.zeros is not None
-            zeros = _packed_zeros(codes.zeros.T, self.bits)
-            made["_zero_point"] = zeros
+            made["_zero_point"] = _words(np.asarray(pack(jnp.asarray(codes.zeros.T), self.bits))).T
         return made
 
 
@@ -193,9 +193,32 @@ class FP8Blocks(FP8):
 
 
 class _FP4(Encoder):
-    """e2m1 numbers, two in a byte."""
+    """e2m1 numbers, two in a byte.
+
+    Attributes:
+      group: numbers that share a scale.
+      strategy, scale_dtype: as a group in config.json says.
+    """
 
     group: ClassVar[int]
+    strategy: ClassVar[str]
+    scale_dtype: ClassVar[str]
+
+    @property
+    def word(self) -> str:
+        return type(self).__name__
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        return {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": self.strategy,
+            "group_size": self.group,
+            "dynamic": False,
+            "scale_dtype": self.scale_dtype,
+        }
 
     def _packed(self, shape: tuple[int, int]) -> PlannedTensor:
         if shape[1] % self.group:
@@ -217,18 +240,7 @@ class NVFP4(_FP4):
     """e2m1 with a scale in e4m3 for 16 inputs, and one for the matrix."""
 
     format = "nvfp4-pack-quantized"
-    group = 16
-
-    @property
-    def word(self) -> str:
-        return "NVFP4"
-
-    @property
-    def weights(self) -> dict[str, Any]:
-        return {
-            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
-            "dynamic": False, "scale_dtype": "torch.float8_e4m3fn",
-        }  # fmt: skip
+    group, strategy, scale_dtype = NVFP4_GROUP, "tensor_group", "torch.float8_e4m3fn"
 
     def planned(self, shape: tuple[int, int], scales: np.dtype) -> dict[str, PlannedTensor]:
         steps = PlannedTensor("F8_E4M3", (shape[0], shape[1] // self.group))
@@ -250,18 +262,7 @@ class MXFP4(_FP4):
     """e2m1 with a power of two for 32 inputs."""
 
     format = "mxfp4-pack-quantized"
-    group = 32
-
-    @property
-    def word(self) -> str:
-        return "MXFP4"
-
-    @property
-    def weights(self) -> dict[str, Any]:
-        return {
-            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
-            "dynamic": False, "scale_dtype": "torch.uint8",
-        }  # fmt: skip
+    group, strategy, scale_dtype = MXFP4_GROUP, "group", "torch.uint8"
 
     def planned(self, shape: tuple[int, int], scales: np.dtype) -> dict[str, PlannedTensor]:
         return {"_packed": self._packed(shape), "_scale": PlannedTensor("U8", (shape[0], shape[1] // self.group))}
@@ -295,18 +296,7 @@ def _most(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return padded.reshape(-(-n // rows), rows, -(-m // columns), columns).max((1, 3))
 
 
-def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the codes of a kernel, UInt8[i, o], packed along i, of 4 or 8 bits."""
-    if bits == 8:
-        return packed
-    return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1, packed.shape[1])
-
-
-def _packed_zeros(zeros: np.ndarray, bits: int) -> np.ndarray:
-    """Packs zero points UInt8[out, groups] along the outputs into int32, from the lowest bits on."""
-    per_word = 32 // bits
-    padded = np.pad(zeros.astype(np.uint32), ((0, -len(zeros) % per_word), (0, 0))).reshape(
-        -1, per_word, zeros.shape[1]
-    )
-    shifts = (np.arange(per_word, dtype=np.uint32) * np.uint32(bits))[None, :, None]
-    return np.bitwise_or.reduce(padded << shifts, axis=1).view("<i4")
+def _words(packed: np.ndarray) -> np.ndarray:
+    """Returns packed codes UInt8[b, o] as words Int32[o, b / 4], the last filled up with zeros."""
+    whole = np.pad(packed, ((0, -len(packed) % 4), (0, 0)))
+    return np.ascontiguousarray(whole.T).view("<i4")

@@ -6,22 +6,20 @@ NVFP4 has scales in e4m3, of 16 numbers each, and one for the whole matrix; MXFP
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 
-from moe_jax.conversion.formats.fp8 import as_float32
+from moe_jax.conversion.formats.fp8 import EXPONENTS, as_float32, powers_of_two
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, finite_scales, grid_shape, scale_blocks
-from moe_jax.conversion.tensors import CodedRows, CodesOfGroups, Groups, ReadRows, TensorEntry
+from moe_jax.conversion.tensors import CodesOfGroups, GroupedRows, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError, shown
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 """Numbers that share a scale."""
 
-EXPONENTS = ("U8", "F8_E8M0")
-"""Dtypes of scales that are powers of two: exponents from 127 on."""
+FP4_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""The numbers that are not negative, by code; a negative one has the fourth bit, too."""
 
-_SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_NUMBERS = np.concatenate([_SIZES, -_SIZES])
+_NUMBERS = np.concatenate([FP4_LEVELS, -FP4_LEVELS])
 # The two numbers of every byte: one look-up for both.
 _PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=-1)
 
@@ -31,13 +29,8 @@ def fp4_numbers(stored: np.ndarray) -> np.ndarray:
     return _PAIRS[stored].reshape(*stored.shape[:-1], -1)
 
 
-def powers_of_two(exponents: np.ndarray) -> np.ndarray:
-    """Returns the numbers that exponents, of any dtype of a byte, stand for, as float32; 255 is NaN."""
-    return as_float32(exponents.view(ml_dtypes.float8_e8m0fnu))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FP4Rows(CodedRows):
+class FP4Rows(GroupedRows):
     """A matrix [out, in] of numbers of four bits, with a scale for every group in a row.
 
     Attributes:

@@ -26,7 +26,10 @@ from moe_jax.conversion.tensors import CodedRows, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError, shown
 
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
-_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+EXPONENTS = ("U8", "F8_E8M0")
+"""Dtypes of scales that are powers of two: exponents from 127 on."""
+
+_SCALES = ("F32", "BF16", "F16", *EXPONENTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,9 +38,9 @@ class FP8Rows(CodedRows):
 
     Attributes:
       name: of the tensor with the scales.
-      numbers: the numbers, in any dtype.
-      scales: [..., out / rows, in / columns] of blocks, or one scale for all; those of dtype U8 are exponents of two,
-        from 127 on.
+      numbers: the numbers in FP8.
+      scales: [..., out / rows, in / columns] of blocks, or one scale for all; those of `EXPONENTS` are powers of
+        two.
       block: rows and columns that share a scale.
     """
 
@@ -56,9 +59,8 @@ class FP8Rows(CodedRows):
         places = matrix * self.scales.shape[-2] + row // self.block[0]
         first, last = int(places[0]), int(places[-1])
         scales = read(self.scales, first, last + 1)
-        if scales.dtype == np.uint8:
-            scales = scales.view(ml_dtypes.float8_e8m0fnu)
-        scale_blocks(values, finite_scales(as_float32(scales), self.name)[places - first], self.block[1])
+        scales = powers_of_two(scales) if self.scales.dtype in EXPONENTS else as_float32(scales)
+        scale_blocks(values, finite_scales(scales, self.name)[places - first], self.block[1])
         return values
 
 
@@ -81,8 +83,8 @@ class FP8(QuantizedFormat):
                 yield fp8_matrix(CodedMatrix(name, tensors), self.block)
 
 
-def fp8_matrix(matrix: CodedMatrix, block: tuple[int, int] | None, *dtypes: str) -> CodedMatrix:
-    """Returns the matrix, or the stack of them, whose numbers of these dtypes, FP8 if none are given, have its name.
+def fp8_matrix(matrix: CodedMatrix, block: tuple[int, int] | None) -> CodedMatrix:
+    """Returns the matrix, or the stack of them, whose numbers have its name.
 
     Its scales are those of a `block`; None: of a row, or one for all.
 
@@ -90,7 +92,7 @@ def fp8_matrix(matrix: CodedMatrix, block: tuple[int, int] | None, *dtypes: str)
       InputError: if the scales are missing, or do not fit.
     """
     name = matrix.name
-    numbers = matrix.take(name, *(dtypes or FP8_DTYPES))
+    numbers = matrix.take(name, *FP8_DTYPES)
     shape = numbers.shape
     if len(shape) < 2:
         raise InputError(f"{name} has shape {shown(list(shape))}, expected a matrix in {numbers.dtype}")
@@ -112,3 +114,8 @@ def as_float32(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32)
     # Without the check of bounds that no byte can leave.
     return np.take(_table(values.dtype), values.view(np.uint8), mode="wrap")
+
+
+def powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    """Returns the numbers that exponents, of any dtype of a byte, stand for, as float32; 255 is NaN."""
+    return as_float32(exponents.view(ml_dtypes.float8_e8m0fnu))

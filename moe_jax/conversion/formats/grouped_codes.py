@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, finite_scales, scale_blocks, shift_blocks
-from moe_jax.conversion.tensors import CodedRows, CodesOfGroups, Groups, ReadRows, TensorEntry
+from moe_jax.conversion.tensors import CodesOfGroups, GroupedRows, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError
 
 CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
@@ -14,7 +14,7 @@ CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedCodes(CodedRows):
+class GroupedCodes(GroupedRows):
     """A matrix [out, in]: entry = (code - zero point) * scale.
 
     Attributes:

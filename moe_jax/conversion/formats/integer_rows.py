@@ -7,7 +7,7 @@ import numpy as np
 
 from moe_jax.conversion.formats.fp8 import as_float32
 from moe_jax.conversion.formats.quantized_format import finite_scales, scale_blocks, shift_blocks
-from moe_jax.conversion.tensors import CodedRows, CodesOfGroups, Groups, ReadRows, TensorEntry
+from moe_jax.conversion.tensors import CodesOfGroups, GroupedRows, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError
 
 WORD = 32  # bits
@@ -15,7 +15,7 @@ _UNSET = -1  # what the groups of columns are before a calibration orders them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IntegerRows(CodedRows):
+class IntegerRows(GroupedRows):
     """A matrix [out, in]: entry = (code - zero point) * scale.
 
     Attributes:

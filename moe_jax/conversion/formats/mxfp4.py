@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from moe_jax.conversion.formats.fp4 import EXPONENTS, MXFP4_GROUP, fp4_numbers, powers_of_two
+from moe_jax.conversion.formats.fp4 import MXFP4_GROUP, fp4_numbers
+from moe_jax.conversion.formats.fp8 import EXPONENTS, powers_of_two
 from moe_jax.conversion.formats.quantized_format import (
     CodedMatrix,
     QuantizationKeys,

@@ -23,11 +23,11 @@ from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS
 from moe_jax.conversion.gguf.tokenizer_keys import tokenizer_keys
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.spec import GGUF_TYPES, ExportSpec, check_gguf_name
+from moe_jax.conversion.spec import ExportSpec, check_gguf_name
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Mapped
 from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.conversion.to_hugging_face import LeafWriting, refuse_tuned
-from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.data.end_tokens import end_tokens
@@ -61,8 +61,6 @@ def export_gguf(
     """
     console = console or console_for_tables(stderr=not dry_run)
     check_gguf_name(dst)
-    if spec.gguf_type is not None:
-        check_member("GGUF type", spec.gguf_type, GGUF_TYPES)
     if importlib.util.find_spec("gguf") is None:
         raise InputError("GGUF files are written with the package gguf: pip install 'moe-jax[gguf]'")
     dst = as_path(dst)

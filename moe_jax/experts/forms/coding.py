@@ -209,11 +209,6 @@ class Storable(ResidualOptions, abc.ABC):
         """How experts are whole numbers in groups with a scale each, and nothing else; None of others."""
         return None
 
-    @property
-    def codes_in_groups(self) -> tuple[int, int] | None:
-        """Bits and group size of experts that are codes with a scale per group, and nothing else; None of others."""
-        return None
-
     @classmethod
     def layouts(cls, **fixed: Any) -> tuple[Layout, ...]:
         """The named ways to store it, all or those with some fields of `Wanted`; by default one, named as the kind."""

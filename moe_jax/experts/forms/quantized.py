@@ -65,11 +65,6 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
             return None
         return WholeNumberCodes(self.bits, self.group_size, self.zero_points, self.scale_bits)
 
-    @property
-    def codes_in_groups(self) -> tuple[int, int] | None:
-        alike = self.is_plain and not self.own_bits
-        return (self.bits, self.group_size) if alike and self.group_size is not None else None
-
     def describe(self) -> str:
         more = (", zero points" if self.zero_points else "") + (", row scales" if self.row_scales else "")
         return f"quantized, {self.bits} bits{self.own_bits_in_words()}{self.more_in_words()}{more}"

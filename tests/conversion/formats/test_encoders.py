@@ -1,5 +1,7 @@
 """Numbers of a matrix in codes: what the package compressed-tensors decodes is what our encoders say they stand for."""
 
+from typing import get_args
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +10,11 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from moe_jax.api.transforms import _codes
-from moe_jax.conversion.formats.encoders import FP4_LEVELS, FP8, MXFP4, NVFP4, FP8Blocks, WholeNumbers
+from moe_jax.conversion.formats.coded_parts import BITS
+from moe_jax.conversion.formats.encoders import ENCODERS as MADE
+from moe_jax.conversion.formats.encoders import FP8, MXFP4, NVFP4, FP8Blocks, WholeNumbers
+from moe_jax.conversion.formats.fp4 import FP4_LEVELS
+from moe_jax.conversion.spec import Code
 from moe_jax.core.errors import InputError
 
 FLOAT32 = np.dtype(np.float32)
@@ -97,6 +103,11 @@ def test_e2m1_is_rounded_to_the_nearest():
     signed = np.concatenate([-FP4_LEVELS[::-1], FP4_LEVELS])
     nearest = signed[np.abs(matrix[0][:, None] - signed).argmin(1)]
     np.testing.assert_array_equal(np.abs(encoder.encoded(matrix, FLOAT32).decoded[0]), np.abs(nearest))
+
+
+def test_the_command_line_has_all():
+    """It is read before NumPy's formats are imported."""
+    assert get_args(Code) == (*map(str, BITS), *MADE)
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "nvfp4", "mxfp4"])

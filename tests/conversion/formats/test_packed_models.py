@@ -62,9 +62,13 @@ def test_transformers_reads_what_we_read(plain, tmp_path, name, code):
 @pytest.mark.parametrize(
     ("name", "options", "codes"),
     [
-        ("llama", {"head_bits": 8, "attention_bits": "fp8"}, {"q_proj": "F8_E4M3", "lm_head": "I32", "up_proj": "F32"}),
-        ("mixtral", {"attention_bits": "nvfp4", "bits": 4}, {"q_proj": "U8", "w1": "I32", "lm_head": "F32"}),
-        ("deepseek_v3", {"parts": "model", "dense_bits": "fp8-block"}, {"up_proj": "F8_E4M3", "q_b_proj": "I32"}),
+        (
+            "llama",
+            {"head_bits": 8, "attention_bits": "fp8"},
+            {"q_proj": "F8_E4M3", "lm_head": "I32", "mlp.up_proj": "F32"},
+        ),
+        ("mixtral", {"attention_bits": "nvfp4", "bits": 4}, {"q_proj": "U8", "experts.1.w1": "I32", "lm_head": "F32"}),
+        ("deepseek_v3", {"parts": "model", "dense_bits": "fp8-block"}, {"mlp.up_proj": "F8_E4M3", "q_b_proj": "I32"}),
     ],
 )
 def test_every_part_has_its_own_numbers(plain, tmp_path, name, options, codes, capfd):
@@ -75,14 +79,11 @@ def test_every_part_has_its_own_numbers(plain, tmp_path, name, options, codes, c
     assert "rounding changed, of the norm of the weights: " in said
     tensors = open_checkpoint(tmp_path / "codes").tensors
     for module, dtype in codes.items():
-        stored = {
-            entry.dtype
-            for tensor, entry in tensors.items()
-            if tensor.endswith((f"{module}.weight", f"{module}.weight_packed")) and ".experts." not in tensor
-        }
-        assert stored == {dtype} or module == "w1", (module, stored)
+        endings = (f"{module}.weight", f"{module}.weight_packed")
+        assert {entry.dtype for tensor, entry in tensors.items() if tensor.endswith(endings)} == {dtype}, module
     settings = json.loads((tmp_path / "codes" / "config.json").read_text())["quantization_config"]
-    assert settings["format"] == ("mixed-precision" if len(settings["config_groups"]) > 1 else settings["format"])
+    assert settings["format"] == "mixed-precision"
+    assert len({group["format"] for group in settings["config_groups"].values()}) == 2
     source, whole = HuggingFaceDirectory(tmp_path / "codes"), HuggingFaceDirectory(plain(name))
     for path in whole.specs():
         kept, rounded = whole.read(path), source.read(path)

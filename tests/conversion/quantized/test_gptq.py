@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moe_jax
-from moe_jax.commands.cli import main
 from moe_jax.conversion.formats import format_of
 from moe_jax.conversion.tensors import TensorFiles
 from moe_jax.core.errors import InputError
@@ -139,16 +138,6 @@ def test_biases_of_zeros_are_left_out(tmp_path):
     save_file(tensors | biases, file)
     with pytest.raises(InputError, match="bias is unexpected"):
         moe_jax.convert(both[0], tmp_path / "again")
-
-
-def test_experts_stay_in_their_codes(tmp_path):
-    plain = plain_checkpoint(tmp_path / "plain", "mixtral")
-    quantised, _ = write_quantised(plain, tmp_path, in_gptq(), gptq_settings())
-    assert main(["convert", str(quantised), str(tmp_path / "kept"), "--codes", "keep"]) == 0
-    moe_jax.convert(quantised, tmp_path / "whole")
-    tokens = list(range(40))
-    scores = [moe_jax.evaluate(tmp_path / name, tokens, seq_len=20).nll for name in ("kept", "whole")]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
 
 
 # --- faults ---------------------------------------------------------------------------------------

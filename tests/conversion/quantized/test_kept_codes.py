@@ -12,7 +12,8 @@ from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.support.quantized_checkpoints import plain_checkpoint
+from tests.support.packed_weights import awq_settings, gptq_settings, in_awq, in_gptq
+from tests.support.quantized_checkpoints import plain_checkpoint, write_quantised
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -47,21 +48,46 @@ def quantised(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("mixtral", "4"), ("qwen3_moe", "8"), ("olmoe", "nvfp4"), ("mixtral", "mxfp4")]
-)
-def test_kept_codes_stand_for_what_decoding_gives(quantised, tmp_path, name, code, capfd):
-    folder = quantised(name, code)
-    moe_jax.convert(folder, tmp_path / "decoded")
+def assert_kept_as_decoded(folder: pathlib.Path, tmp_path: pathlib.Path, bits: str, capfd) -> None:
+    """Whether the experts of a checkpoint that stay in codes, made whole, are those of the decoded one, bit for bit."""
+    moe_jax.convert(folder, tmp_path / "made-whole")
     assert main(["convert", str(folder), str(tmp_path / "kept"), "--codes", "keep"]) == 0
-    assert f"stay in codes, quantized, {4 if 'fp' in code else code} bits" in capfd.readouterr().err
-    kept, decoded = kernels_of(tmp_path / "kept"), ModelDirectory(tmp_path / "decoded")
+    assert f"stay in codes, quantized, {bits} bits" in capfd.readouterr().err
+    kept, decoded = kernels_of(tmp_path / "kept"), ModelDirectory(tmp_path / "made-whole")
     assert kept
     for path, kernels in kept.items():
         np.testing.assert_array_equal(kernels, decoded.read(path), err_msg=path)
     others = [path for path in ModelDirectory(tmp_path / "kept").specs() if "/experts/" not in path]
     for path in others:
         np.testing.assert_array_equal(ModelDirectory(tmp_path / "kept").read(path), decoded.read(path), err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("mixtral", "4"), ("qwen3_moe", "8"), ("olmoe", "nvfp4"), ("mixtral", "mxfp4")]
+)
+def test_kept_codes_stand_for_what_decoding_gives(quantised, tmp_path, name, code, capfd):
+    assert_kept_as_decoded(quantised(name, code), tmp_path, "4" if "fp" in code else code, capfd)
+
+
+@pytest.mark.parametrize(
+    ("quantise", "settings", "bits"),
+    [(in_gptq(), gptq_settings(), "4"), (in_gptq(3), gptq_settings(3), "3"), (in_awq(), awq_settings(), "4")],
+    ids=["gptq 4", "gptq 3", "awq"],
+)
+def test_codes_of_gptq_and_awq(tmp_path, quantise, settings, bits, capfd):
+    """With zero points, and scales in halves."""
+    plain = plain_checkpoint(tmp_path / "plain", "mixtral", **WIDE)
+    folder, _ = write_quantised(plain, tmp_path, quantise, settings)
+    assert_kept_as_decoded(folder, tmp_path, bits, capfd)
+
+
+def test_inspect_counts_kept_codes(quantised, tmp_path, capfd):
+    moe_jax.convert(quantised("mixtral", "4"), tmp_path / "kept", codes="keep")
+    capfd.readouterr()
+    assert main(["inspect", str(tmp_path / "kept")]) == 0
+    config = ModelDirectory(tmp_path / "kept").config
+    count = len(config.moe_layers) * config.moe(config.moe_layers[0]).num_experts * 3 * 64 * 96
+    assert f" parameters and {count:,} weights in codes, " in capfd.readouterr().out
 
 
 def test_kept_experts_are_tuned_scored_and_exported_again(quantised, tmp_path):
