@@ -21,7 +21,7 @@ from moe_jax.api.model import (
     work_bars,
 )
 from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
-from moe_jax.conversion.formats.coded_parts import Pack, Packing
+from moe_jax.conversion.formats.coded_parts import CONTAINERS, Pack, Packing
 from moe_jax.conversion.formats.encoders import Codes
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.gguf.to_gguf import export_gguf as _export_gguf
@@ -270,20 +270,25 @@ def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSp
 
 
 def _packed(spec: ExportSpec) -> Pack | None:
-    if spec.format != "compressed-tensors":
+    if spec.format not in CONTAINERS:
         return None
-    return packed_parts(spec.codes, spec.group_size, whole=spec.parts == "model")
+    return packed_parts(spec.codes, spec.group_size, whole=spec.parts == "model", format=spec.format)
 
 
 def packed_parts(
-    codes: dict[str, str | None] | None = None, group_size: int | None = None, *, whole: bool = False
+    codes: dict[str, str | None] | None = None,
+    group_size: int | None = None,
+    *,
+    whole: bool = False,
+    format: str = "compressed-tensors",
 ) -> Pack:
     """Returns how `export` writes parts of a model in codes, by default its experts; `Packing.of` checks the options.
 
     Whole numbers are found as in `compress`.
     """
     codes = {"experts": None} if codes is None else codes
-    return partial(Packing.of, quantise=_codes, codes=codes, whole=whole, group_size=group_size)
+    container = CONTAINERS[format]
+    return partial(Packing.of, container=container, quantise=_codes, codes=codes, whole=whole, group_size=group_size)
 
 
 def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:

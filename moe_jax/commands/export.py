@@ -61,6 +61,8 @@ EXAMPLES = """
 moe-jax export run/model hf-dir
 # experts in 4 bits, for vLLM
 moe-jax export moe-dir packed-dir --format compressed-tensors --bits 4
+# experts in 3 bits, for GPTQModel and vLLM
+moe-jax export moe-dir gptq-dir --format gptq --bits 3
 # in about 5 bits, for llama.cpp
 moe-jax export run/model model.gguf --format gguf --gguf-type Q4_K_M
 # LoRA, for the PEFT library

@@ -12,9 +12,15 @@ from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
 from moe_jax.files.storage_path import as_path
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Code = Literal["4", "8", "fp8", "fp8-block", "nvfp4", "mxfp4"]
+Code = Literal["2", "3", "4", "8", "fp8", "fp8-block", "nvfp4", "mxfp4"]
 """Numbers that a part of a model can be stored in, by their names in `encoders`."""
 CODES = "|".join(get_args(Code))
+CODES_OF: dict[str, tuple[str, ...]] = {
+    "compressed-tensors": ("4", "8", "fp8", "fp8-block", "nvfp4", "mxfp4"),
+    "gptq": ("2", "3", "4", "8"),
+}
+"""Those that each format in codes has."""
+_IN_CODES = " or ".join(CODES_OF)
 GGUFType = Literal[
     "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0",
     "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K",
@@ -73,32 +79,39 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     dense_layers: Literal["replicate", "refuse"] = "replicate"
     """If a format needs an MoE in every layer: store a dense layer as equal experts (replicate); or take another format
     that holds the model, or stop (refuse)."""
-    format: Literal["checkpoint", "compressed-tensors", "gguf", "peft"] = "checkpoint"
-    """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; a GGUF file of
-    the whole model, which llama.cpp loads; or the LoRA of an adapter directory, for the PEFT library."""
+    format: Literal["checkpoint", "compressed-tensors", "gptq", "gguf", "peft"] = "checkpoint"
+    """A checkpoint of the whole model; the same with experts in codes, as compressed-tensors, which Transformers and
+    vLLM load, or as GPTQ, which GPTQModel and vLLM load; a GGUF file of the whole model, which llama.cpp loads; or the
+    LoRA of an adapter directory, for the PEFT library."""
     gguf_type: Annotated[GGUFType | None, Shown("TYPE", "F32, F16 or BF16, as the matrices are", str | None)] = None
     """With `format` gguf: F32, F16 or BF16; Q8_0, Q6_K, Q5_1, Q5_0, Q4_1, Q4_0 or Q2_K; or a mix of several, Q5_K_M,
     Q5_K_S, Q4_K_M, Q4_K_S, Q3_K_L, Q3_K_M or Q3_K_S. Norms, biases and routers are always F32."""
     imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
     """With `format` gguf: a file of llama.cpp's llama-imatrix for this model, which says how much the inputs of every
     matrix count when it is rounded to a K-quant."""
-    bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "those that the experts have, or 4", str | None)] = None
+    bits: Annotated[
+        Code | Literal[2, 3, 4, 8] | None, Shown(CODES, "those that the experts have, or 4", str | None)
+    ] = None
     """With `format` compressed-tensors: numbers that experts are stored in: whole ones of 4 or 8 bits, FP8 with a scale
-    for every output (fp8) or for 128 x 128 (fp8-block), NVFP4 or MXFP4. Experts that are such codes already keep
-    them; others are rounded."""
+    for every output (fp8) or for 128 x 128 (fp8-block), NVFP4 or MXFP4; with gptq: whole ones of 2, 3, 4 or 8 bits.
+    Experts that are such codes already keep them; others are rounded."""
     parts: Literal["experts", "model"] = "experts"
-    """With `format` compressed-tensors: what is stored so: experts, or all linear layers of the decoder but the
+    """With `format` compressed-tensors or gptq: what is stored so: experts, or all linear layers of the decoder but the
     head and routers."""
-    attention_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)] = None
-    """With `format` compressed-tensors: the same, of attention."""
-    dense_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)] = None
-    """With `format` compressed-tensors: the same, of FFNs that are no experts, or stand beside them."""
-    head_bits: Annotated[Code | Literal[4, 8] | None, Shown(CODES, "it stays whole", str | None)] = None
-    """With `format` compressed-tensors: the same, of a head that is not the embedding."""
+    attention_bits: Annotated[
+        Code | Literal[2, 3, 4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)
+    ] = None
+    """With `format` compressed-tensors or gptq: the same, of attention."""
+    dense_bits: Annotated[Code | Literal[2, 3, 4, 8] | None, Shown(CODES, "as --bits if of the model", str | None)] = (
+        None
+    )
+    """With `format` compressed-tensors or gptq: the same, of FFNs that are no experts, or stand beside them."""
+    head_bits: Annotated[Code | Literal[2, 3, 4, 8] | None, Shown(CODES, "it stays whole", str | None)] = None
+    """With `format` compressed-tensors or gptq: the same, of a head that is not the embedding."""
     group_size: Annotated[
         int | None, Shown("N", "that of the experts if it fits, or the largest of 128, 64 and 32 that does")
     ] = None
-    """With `format` compressed-tensors: inputs that share a scale of whole numbers."""
+    """With `format` compressed-tensors or gptq: inputs that share a scale of whole numbers."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
 
@@ -125,12 +138,15 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             raise InputError(f"{', '.join(map(flag_of, not_in_gguf))}: does not go with --format gguf; see --gguf-type")
         of_codes = ("bits", "parts", "attention_bits", "dense_bits", "head_bits", "group_size")
         given = [flag_of(name) for name in of_codes if getattr(self, name) != others[name]]
-        if self.format in ("checkpoint", "gguf") and given:
-            raise InputError(f"{', '.join(given)}: only with --format compressed-tensors")
+        if self.format not in CODES_OF and given:
+            raise InputError(f"{', '.join(given)}: only with --format {_IN_CODES}")
         for name in ("bits", "attention_bits", "dense_bits", "head_bits"):
             value = getattr(self, name)
-            if value is not None and str(value) not in get_args(Code):
-                raise InputError(f"{flag_of(name)} {shown(value)}: expected one of {', '.join(get_args(Code))}")
+            if value is not None and str(value) not in CODES_OF[self.format]:
+                others = [one for one, codes in CODES_OF.items() if str(value) in codes]
+                elsewhere = f"; {value} is in --format {others[0]}" if others else ""
+                expected = f"with --format {self.format}, expected one of {', '.join(CODES_OF[self.format])}"
+                raise InputError(f"{flag_of(name)} {shown(value)}: {expected}{elsewhere}")
         if self.group_size is not None and (self.group_size < 8 or self.group_size % 8):
             raise InputError(f"--group-size {self.group_size} must be a multiple of 8")
         if self.max_shard_size is not None:

@@ -99,7 +99,7 @@ def export(
     }
     print_changes(source.config, config, sizes, console)
     if packing is not None:
-        for line in filter(None, (packing.said(source), packing.warning())):
+        for line in (packing.said(source), *packing.container.notes(packing.encoders, _main_dtype(specs))):
             console.print(line, soft_wrap=True)
     if grown := _growth(source, sizes, packed=packing is not None):
         console.print(grown)
@@ -293,12 +293,13 @@ class LeafWriting:
 
     def _write_packed(self, path: str, packing: Packing) -> None:
         """Writes the kernels of a leaf in codes: in stored codes, or else in new ones."""
-        by_expert = {piece.expert: piece for piece in self.mapped.pieces[path]}
+        by_expert, encoder = {piece.expert: piece for piece in self.mapped.pieces[path]}, packing.encoder_of(path)
+        assert encoder is not None
         for expert, tensors in self._in_codes(path, packing):
             piece = by_expert.pop(expert)
             for ending, values in tensors.items():
                 contiguous = np.ascontiguousarray(values)
-                self.progress.advance(self.writer.write(f"{piece.tensor}{ending}", 0, contiguous))
+                self.progress.advance(self.writer.write(encoder.name_of(piece.tensor, ending), 0, contiguous))
         assert not by_expert, (path, by_expert)
 
     def _in_codes(self, path: str, packing: Packing) -> Iterator[tuple[int | None, dict[str, np.ndarray]]]:

@@ -1,4 +1,4 @@
-"""The parts of a model that are written in codes, as compressed-tensors stores them, which Transformers and vLLM load.
+"""The parts of a model that are written in codes, as compressed-tensors or GPTQ, which Transformers and vLLM load.
 
 Experts that are plain codes already keep them where the format can hold them: our packed codes of groups are its codes
 with the bytes transposed, and scales are twice our half steps. A scale below zero keeps its sign, which says on which
@@ -7,13 +7,15 @@ side of zero there is one level more.
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.formats.encoders import ENCODERS, GROUP_SIZES, Codes, Encoder, Quantise, WholeNumbers
+from moe_jax.conversion.formats.compressed_tensors import InCompressedTensors
+from moe_jax.conversion.formats.container import Container, Kernel, OwnCodes
+from moe_jax.conversion.formats.encoders import GROUP_SIZES, Codes, Encoder, Quantise, WholeNumbers
+from moe_jax.conversion.formats.gptq import InGPTQ
 from moe_jax.conversion.safetensors_file import PlannedTensor
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.core.errors import InputError
@@ -23,9 +25,11 @@ from moe_jax.models import ModelConfig, MoEConfig
 
 PARTS = ("experts", "dense", "attention", "head")
 """Parts of a model that can be in codes: experts; FFNs that are none, or stand beside them; attention; the head."""
-BITS = (4, 8)
+CONTAINERS: dict[str, Container] = {"compressed-tensors": InCompressedTensors(), "gptq": InGPTQ()}
+"""The formats in which they can be, by their names on the command line."""
 
 _SUFFIX = ".weight"
+_BITS = 4
 _OPTIONS = {"experts": "--bits", **{part: f"--{part}-bits" for part in PARTS[1:]}}
 
 
@@ -45,14 +49,16 @@ class Packing:
     """How a model is written in codes.
 
     Attributes:
+      container: the format of the checkpoint.
       encoders: by part; those that are not there stay whole.
       stored: whether experts keep the codes that they have.
-      wide_scales: whether these have scales of float32.
+      kept_scales: the dtype of the scales of these, if it is another one than that of new scales.
     """
 
+    container: Container
     encoders: Mapping[str, Encoder]
     stored: bool
-    wide_scales: bool
+    kept_scales: np.dtype | None
 
     @classmethod
     def of(
@@ -60,6 +66,7 @@ class Packing:
         source: ModelSource,
         written: ModelConfig,
         *,
+        container: Container,
         quantise: Quantise,
         codes: Mapping[str, str | None],
         whole: bool,
@@ -75,8 +82,9 @@ class Packing:
         Args:
           source: the model.
           written: the config that is written.
+          container: the format of the checkpoint.
           quantise: makes whole numbers of kernels that have none.
-          codes: `4`, `8`, or one of `ENCODERS`, by part; None, of experts: see above.
+          codes: bits, or another format of numbers that the container has, by part; None, of experts: see above.
           whole: whether attention and dense FFNs that are not among `codes` have the format of the experts, too.
           group_size: inputs that share a scale, of whole numbers.
 
@@ -87,8 +95,8 @@ class Packing:
 
         shapes = {path: spec.shape for path, spec in leaf_specs(written).items()}
         parts = {part: {path: shape for path, shape in shapes.items() if part_of(path) == part} for part in PARTS}
-        own = _codes_in_common(source)
-        experts = codes["experts"] or str(own.codes.bits if own is not None else BITS[0])
+        own = _codes_in_common(source, container.bits)
+        experts = codes["experts"] or str(own.codes.bits if own is not None else _BITS)
         others = {part: code for part, code in codes.items() if part != "experts" and code is not None}
         for part in others:
             if not parts[part]:
@@ -99,23 +107,18 @@ class Packing:
             raise InputError("the model is dense: it has no experts to be written in codes; add --parts model")
         encoders: dict[str, Encoder] = {}
         for part, code in chosen.items():
-            if code in ENCODERS:
-                encoders[part] = ENCODERS[code]()
+            if code in container.encoders:
+                encoders[part] = container.encoders[code]()
                 continue
-            tried = GROUP_SIZES
-            if own is not None and part == "experts":
-                tried = (own.codes.group_size, *GROUP_SIZES)
-            size = _group_size(parts[part], tried, group_size)
-            encoders[part] = WholeNumbers(bits=int(code), group_size=size, quantise=quantise)
+            size = _group_size(parts[part], own.codes.group_size if own and part == "experts" else None, group_size)
+            encoders[part] = container.whole_numbers(int(code), size, quantise)
         if group_size is not None and not any(isinstance(one, WholeNumbers) for one in encoders.values()):
             raise InputError(f"--group-size {group_size} is for whole numbers (4 or 8 bits), and no part is in them")
-        stored = _stays(source, written, encoders.get("experts"), own)
+        kept_scales, stored = None, _stays(source, written, encoders.get("experts"), own)
         if stored and own is not None:
-            whole_numbers = encoders["experts"]
-            assert isinstance(whole_numbers, WholeNumbers)
-            encoders["experts"] = dataclasses.replace(whole_numbers, symmetric=own.is_symmetric)
-        wide = stored and own is not None and own.codes.scale_bits == 32
-        return cls(encoders=encoders, stored=stored, wide_scales=wide)
+            encoders = container.keeping(encoders, own)
+            kept_scales = container.kept_scales(own, _of_all_experts(source, "scales"))
+        return cls(container=container, encoders=encoders, stored=stored, kept_scales=kept_scales)
 
     def said(self, source: ModelSource) -> str:
         """Returns a line about the codes, and whether the experts keep theirs, or get new ones."""
@@ -132,16 +135,6 @@ class Packing:
         others = {part: word for part, word in words.items() if part != "experts"}
         return f"experts are in {words['experts']}: {kept}" + (f"; {_joined(others)}: rounded" if others else "")
 
-    def warning(self) -> str | None:
-        """Returns a line about who reads it, if parts that are no experts are in several formats."""
-        others = {encoder for part, encoder in self.encoders.items() if part != "experts"}
-        if len(others) < 2:
-            return None
-        return (
-            "note: Transformers decodes all parts but the experts as one of them is stored; for it, choose one format "
-            "for attention, dense FFNs and the head"
-        )
-
     def encoder_of(self, path: str) -> Encoder | None:
         """Returns the format of a leaf; None: it is written as it is."""
         part = part_of(path)
@@ -149,7 +142,8 @@ class Packing:
 
     def scales(self, path: str, dtype: np.dtype) -> np.dtype:
         """Returns the dtype of the scales of whole numbers in a leaf of this dtype."""
-        return np.dtype(np.float32) if self.wide_scales and part_of(path) == "experts" else np.dtype(dtype)
+        kept = self.kept_scales if part_of(path) == "experts" else None
+        return self.container.scales(dtype) if kept is None else kept
 
     def planned(
         self, mapped: Mapped, tensors: Mapping[str, PlannedTensor], dtypes: Mapping[str, np.dtype]
@@ -181,7 +175,7 @@ class Packing:
                 made = encoder.planned((rows, columns), self.scales(piece.leaf, dtypes[piece.leaf]))
             except InputError as error:
                 raise InputError(f"{name}: {error}; choose others with {_OPTIONS[part_of(piece.leaf) or '']}") from None
-            planned |= {f"{name}{ending}": one for ending, one in made.items()}
+            planned |= {encoder.name_of(name, ending): one for ending, one in made.items()}
         return planned
 
     def tensors_of(self, path: str, piece: Piece) -> list[str]:
@@ -190,43 +184,18 @@ class Packing:
         if encoder is None:
             return [piece.tensor]
         rows, columns = piece.shape
-        return [f"{piece.tensor}{ending}" for ending in encoder.planned((rows, columns), np.dtype(np.float32))]
+        endings = encoder.planned((rows, columns), np.dtype(np.float32))
+        return [encoder.name_of(piece.tensor, ending) for ending in endings]
 
     def describe(self, mapped: Mapped) -> dict[str, Any]:
         """Returns the `quantization_config` of config.json."""
-        targets: dict[str, set[str]] = {}
-        for path, pieces in mapped.pieces.items():
-            part = part_of(path)
-            if part is not None and part in self.encoders:
-                targets.setdefault(part, set()).update(_target(piece.template) for piece in pieces)
-        formats = {encoder.format for encoder in self.encoders.values()}
-        groups = {
-            f"group_{number}": {
-                "targets": sorted(targets[part]),
-                "weights": encoder.weights,
-                "input_activations": encoder.activations,
-                "output_activations": None,
-                "format": encoder.format,
-            }
-            for number, (part, encoder) in enumerate(self.encoders.items())
+        kernels = {
+            piece.template: Kernel(piece.template, path, None if self.encoder_of(path) is None else part_of(path))
+            for path, pieces in mapped.pieces.items()
+            for piece in pieces
+            if path.endswith("/kernel")
         }
-        return {
-            "quant_method": "compressed-tensors",
-            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-            "quantization_status": "compressed",
-            "ignore": [] if "head" in self.encoders else ["lm_head"],
-            "config_groups": groups,
-        }
-
-
-def _target(template: str) -> str:
-    """Returns the regular expression of the modules of a table's row."""
-    name = template.removesuffix(_SUFFIX)
-    if "{e}" in name:  # before it, names differ between a checkpoint and the class that reads it
-        name = name[name.index("experts.{e}") :]
-    elif "{i}." in name:
-        name = name.partition("{i}.")[2]
-    return rf"re:.*\b{re.escape(name)}$".replace(r"\{e\}", r"\d+")
+        return self.container.describe(self.encoders, kernels.values())
 
 
 def _joined(words: Mapping[str, str]) -> str:
@@ -237,8 +206,17 @@ def _is_group(size: int, rows: int) -> bool:
     return size >= 8 and size % 8 == 0 and rows % size == 0
 
 
-def _group_size(shapes: Mapping[str, tuple[int, ...]], tried: tuple[int, ...], asked: int | None) -> int | None:
-    """Returns the number of inputs that share a scale in the kernels [..., in, out] of these shapes, by path."""
+def _group_size(shapes: Mapping[str, tuple[int, ...]], own: int | None, asked: int | None) -> int | None:
+    """Returns the number of inputs that share a scale in the kernels [..., in, out] of these shapes, by path.
+
+    Args:
+      shapes: by path.
+      own: those that share one already; None: nothing does.
+      asked: what is asked for; None: nothing is.
+    """
+    if asked is None and own is not None and all(own >= shape[-2] for shape in shapes.values()):
+        return None
+    tried = GROUP_SIZES if own is None else (own, *GROUP_SIZES)
     common = math.gcd(*(shape[-2] for shape in shapes.values()))
     largest = next((size for size in (*GROUP_SIZES, *range(248, 0, -8)) if _is_group(size, common)), None)
     if asked is None:
@@ -248,51 +226,49 @@ def _group_size(shapes: Mapping[str, tuple[int, ...]], tried: tuple[int, ...], a
             hint = f"try {largest}" if largest else "without it, all inputs of an output share a scale"
             raise InputError(
                 f"--group-size {asked} must be a multiple of 8 that divides the {rows} inputs of {path}: "
-                f"compressed-tensors has whole groups; {hint}"
+                f"the format has whole groups; {hint}"
             )
     return asked
 
 
 def _whole_numbers(moe: MoEConfig) -> WholeNumberCodes | None:
-    """Returns the codes of experts that compressed-tensors may have as they are; None: they have others, or none."""
+    """Returns the codes of experts that are whole numbers; None: they have others, or none."""
     codes = moe.bank.form.whole_numbers if isinstance(moe.bank.form, Storable) else None
-    return None if moe.bank.has_base or codes is None or codes.bits not in BITS else codes
-
-
-class _Own(NamedTuple):
-    """The codes that all experts have, and whether no group has a zero point other than the middle."""
-
-    codes: WholeNumberCodes
-    is_symmetric: bool
+    return None if moe.bank.has_base else codes
 
 
 def _in_words(form: WholeNumberCodes) -> str:
     return f"{form.bits} bits, {form.group_size} inputs to a scale"
 
 
-def _codes_in_common(source: ModelSource) -> _Own | None:
+def _codes_in_common(source: ModelSource, bits: tuple[int, ...]) -> OwnCodes | None:
     """Returns the codes that all experts have; None: they are not alike, or not such as can be written.
 
     Zero points that lie between codes cannot be written, and those codes are made again.
     """
-    config = source.config
-    forms = {_whole_numbers(config.moe(i)) for i in config.moe_layers}
+    forms = {_whole_numbers(source.config.moe(i)) for i in source.config.moe_layers}
     form = forms.pop() if len(forms) == 1 else None
-    if form is None:
+    if form is None or form.bits not in bits:
         return None
-    symmetric = True
-    if form.zero_points:
-        step = 1 << (8 - form.bits)
-        for i in config.moe_layers:
-            for name in config.moe(i).expert.shapes(config.d_model):
-                zeros = source.read(f"layers/{i}/mlp/experts/delta/{name}/zeros")
-                if (zeros % step).any():
-                    return None
-                symmetric = symmetric and bool((zeros == 128).all())
-    return _Own(form, symmetric)
+    middle = 1 << (form.bits - 1)
+    symmetric, least = True, middle
+    for zeros in _of_all_experts(source, "zeros") if form.zero_points else ():
+        if (zeros % (1 << (8 - form.bits))).any():
+            return None
+        codes = zeros >> (8 - form.bits)
+        symmetric, least = symmetric and bool((codes == middle).all()), min(least, int(codes.min()))
+    return OwnCodes(form, symmetric, least)
 
 
-def _stays(source: ModelSource, written: ModelConfig, encoder: Encoder | None, own: _Own | None) -> bool:
+def _of_all_experts(source: ModelSource, name: str) -> Iterator[np.ndarray]:
+    """Yields the leaves of this name of all experts in codes, kernel by kernel."""
+    config = source.config
+    for i in config.moe_layers:
+        for kernel in config.moe(i).expert.shapes(config.d_model):
+            yield source.read(f"layers/{i}/mlp/experts/delta/{kernel}/{name}")
+
+
+def _stays(source: ModelSource, written: ModelConfig, encoder: Encoder | None, own: OwnCodes | None) -> bool:
     """Whether the experts' codes are written as they are: in the same groups, of experts of the same shape."""
     config = source.config
     if own is None or not isinstance(encoder, WholeNumbers) or encoder.bits != own.codes.bits:
@@ -308,7 +284,7 @@ def stored_codes(source: ModelSource, path: str) -> Iterator[Codes]:
     """Yields the codes of all experts of a kernel as they are stored.
 
     Raises:
-      InputError: if groups are on the odd grid, which compressed-tensors does not have.
+      InputError: if groups are on the odd grid, which no format of other libraries has.
     """
     block, _, name = path.removesuffix("/kernel").partition("/experts/")
     folder = f"{block}/experts/delta/{name}"
@@ -320,8 +296,8 @@ def stored_codes(source: ModelSource, path: str) -> Iterator[Codes]:
         return map(Codes, codes, scales, zeros)
     if (scales.astype(np.float32) > 0).any():
         raise InputError(
-            f"{folder}: its codes stand for odd multiples of half a step, which compressed-tensors has not; compress "
-            "with --levels even, or give the model as it was before"
+            f"{folder}: its codes stand for odd multiples of half a step, which no other library has; compress with "
+            "--levels even, or give the model as it was before"
         )
     return map(Codes, codes, scales)
 

@@ -13,9 +13,15 @@ Bits, and the entries that share a scale, are in the `config_groups` of config.j
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
 
 from moe_jax.conversion.formats.config_groups import DENSE, ConfigGroup, group_for, read_groups
+from moe_jax.conversion.formats.container import Container, Kernel, OwnCodes
+from moe_jax.conversion.formats.encoders import ENCODERS, NVFP4, Encoder, Quantise, WholeNumbers
 from moe_jax.conversion.formats.fp4 import mxfp4_matrix, nvfp4_matrix
 from moe_jax.conversion.formats.fp8 import EXPONENTS, FP8_DTYPES, fp8_matrix
 from moe_jax.conversion.formats.integer_rows import WORD, IntegerRows
@@ -120,3 +126,66 @@ class CompressedTensors(QuantizedFormat):
         for part in ("scale", "zero_point", "global_scale", "g_idx"):
             matrix.find(f"{matrix.name}_{part}", *DTYPES, "I8", "I32", "F8_E4M3")
         return matrix
+
+
+class InCompressedTensors(Container):
+    """This format, as it is written."""
+
+    bits, encoders = (4, 8), ENCODERS
+
+    def whole_numbers(self, bits: int, group_size: int | None, quantise: Quantise) -> WholeNumbers:
+        return WholeNumbers(bits=bits, group_size=group_size, quantise=quantise)
+
+    def scales(self, dtype: np.dtype) -> np.dtype:
+        return np.dtype(dtype)
+
+    def kept_scales(self, own: OwnCodes, scales: Iterable[np.ndarray]) -> np.dtype | None:
+        return np.dtype(np.float32) if own.codes.scale_bits == 32 else None
+
+    def describe(self, encoders: Mapping[str, Encoder], kernels: Iterable[Kernel]) -> dict[str, Any]:
+        targets: dict[str, set[str]] = {}
+        for kernel in kernels:
+            if kernel.part is not None:
+                targets.setdefault(kernel.part, set()).add(_target(kernel.template))
+        formats = {encoder.format for encoder in encoders.values()}
+        groups = {
+            f"group_{number}": {
+                "targets": sorted(targets[part]),
+                "weights": encoder.weights,
+                "input_activations": encoder.activations,
+                "output_activations": None,
+                "format": encoder.format,
+            }
+            for number, (part, encoder) in enumerate(encoders.items())
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": [] if "head" in encoders else ["lm_head"],
+            "config_groups": groups,
+        }
+
+    def notes(self, encoders: Mapping[str, Encoder], dtype: str) -> list[str]:
+        made = []
+        if len({encoder for part, encoder in encoders.items() if part != "experts"}) > 1:
+            made.append(
+                "note: Transformers decodes all parts but the experts as one of them is stored; for it, choose one "
+                "format for attention, dense FFNs and the head"
+            )
+        if dtype != "bfloat16" and any(isinstance(encoder, NVFP4) for encoder in encoders.values()):
+            made.append(
+                f"note: Transformers decodes NVFP4 to bfloat16, and the rest of the model is in {dtype}; for it, add "
+                "--dtype bfloat16"
+            )
+        return made
+
+
+def _target(template: str) -> str:
+    """Returns the regular expression of the modules of a table's row."""
+    name = template.removesuffix(_WEIGHT)
+    if "{e}" in name:  # before it, names differ between a checkpoint and the class that reads it
+        name = name[name.index("experts.{e}") :]
+    elif "{i}." in name:
+        name = name.partition("{i}.")[2]
+    return rf"re:.*\b{re.escape(name)}$".replace(r"\{e\}", r"\d+")

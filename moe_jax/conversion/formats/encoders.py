@@ -14,7 +14,7 @@ Source: the package compressed-tensors. Numbers are rounded to the nearest; whol
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -77,6 +77,10 @@ class Encoder(abc.ABC):
     def weights(self) -> dict[str, Any]:
         """The description of weights in a group of config.json."""
 
+    def name_of(self, tensor: str, ending: str) -> str:
+        """Returns the name of one of the tensors in place of a `tensor`, the weight of a module."""
+        return f"{tensor}{ending}"
+
     @abc.abstractmethod
     def planned(self, shape: tuple[int, int], scales: np.dtype) -> dict[str, PlannedTensor]:
         """Returns the tensors of a matrix [out, in], by their endings; `scales` is the dtype of those of whole numbers.
@@ -93,7 +97,7 @@ class Encoder(abc.ABC):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WholeNumbers(Encoder):
     """Attributes:
-    bits: of a code, 4 or 8.
+    bits: of a code.
     group_size: number of inputs that share a scale; None: all of an output.
     symmetric: whether no group has a zero point.
     quantise: rounds a kernel.
@@ -133,20 +137,25 @@ class WholeNumbers(Encoder):
     def encoded(self, matrix: np.ndarray, scales: np.dtype) -> Encoded:
         codes = self.quantise(np.ascontiguousarray(matrix.T), self.bits, self.group_size or _multiple(matrix.shape[1]))
         tensors = self.tensors(codes, matrix.shape, scales)
-        steps = np.repeat(tensors["_scale"].astype(np.float32), self.group_size or matrix.shape[1], axis=1)
-        numbers = unpacked(tensors["_packed"], self.bits, matrix.shape[1])
+        words, steps = self.stored(tensors)
+        steps = np.repeat(steps.astype(np.float32), self.group_size or matrix.shape[1], axis=1)
+        numbers = unpacked(words, self.bits, matrix.shape[1])
         return Encoded(tensors, numbers.astype(np.float32) * steps)
+
+    def stored(self, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the codes in words, a row for every output, and scales [out, groups]."""
+        return tensors["_packed"], tensors["_scale"]
 
     def tensors(self, codes: Codes, shape: tuple[int, ...], scales: np.dtype) -> dict[str, np.ndarray]:
         """Returns the tensors of a matrix of this shape, given its codes."""
         made = {
-            "_packed": _words(codes.packed),
+            "_packed": in_words(codes.packed),
             "_scale": np.ascontiguousarray(2 * codes.scales.astype(np.float32).T).astype(scales),
             "_shape": np.asarray(shape, np.int64),
         }
         if not self.symmetric:
             assert codes.zeros is not None
-            made["_zero_point"] = _words(np.asarray(pack(jnp.asarray(codes.zeros.T), self.bits))).T
+            made["_zero_point"] = in_words(np.asarray(pack(jnp.asarray(codes.zeros.T), self.bits))).T
         return made
 
 
@@ -296,7 +305,7 @@ def _most(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return padded.reshape(-(-n // rows), rows, -(-m // columns), columns).max((1, 3))
 
 
-def _words(packed: np.ndarray) -> np.ndarray:
+def in_words(packed: np.ndarray) -> np.ndarray:
     """Returns packed codes UInt8[b, o] as words Int32[o, b / 4], the last filled up with zeros."""
     whole = np.pad(packed, ((0, -len(packed) % 4), (0, 0)))
     return np.ascontiguousarray(whole.T).view("<i4")

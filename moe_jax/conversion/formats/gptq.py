@@ -10,27 +10,33 @@ In place of the `weight` [out, in] of a module are, of b bits:
 
 Checkpoints of the format `gptq` have zero points that are one less. Of 2, 4, or 8 bits one was taken from all fields of
 a word by a single subtraction, so a zero point of 0 borrowed from the next one, and an addition gives back both. In
-`gptq_v2` they are stored as they are.
+`gptq_v2` they are stored as they are; here it is written only for zero points of 0, with which not all readers add so.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
+from moe_jax.conversion.formats.container import Container, Kernel, OwnCodes
+from moe_jax.conversion.formats.encoders import Codes, Encoder, Quantise, WholeNumbers, in_words
 from moe_jax.conversion.formats.grouped_codes import CODES, ORDER, SCALES, ZEROS, GroupedCodes, module_of
 from moe_jax.conversion.formats.integer_rows import WORD, unpacked
 from moe_jax.conversion.formats.quantized_format import CodedMatrix, QuantizationKeys, QuantizedFormat, name_pattern
+from moe_jax.conversion.safetensors_file import PlannedTensor
 from moe_jax.conversion.table import Ignored
-from moe_jax.conversion.tensors import DTYPES, ReadRows, TensorEntry, TensorFiles
+from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES, ReadRows, TensorEntry, TensorFiles
 from moe_jax.core.errors import InputError, shown
+from moe_jax.functional.codes import pack
 
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
-_BIAS = ".bias"
+_BIAS, _WEIGHT = ".bias", ".weight"
 
 # Of a rule for some modules: what else was set while they were quantised, and changes nothing about what is stored.
 _HARMLESS = (
@@ -217,3 +223,128 @@ def _rule(rules: QuantizationKeys, name: str, given: Any, default: Packing) -> R
             f"config.json: {rules.where}: the rule {shown(name)} sets {shown(unread[0])}, expected only bits and groups"
         )
     return Rule(pattern, _packing(keys, default))
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTQNumbers(WholeNumbers):
+    """Whole numbers in the tensors of a GPTQ module.
+
+    Attributes:
+      is_less: whether stored zero points are one less than they are.
+    """
+
+    is_less: bool = True
+
+    def name_of(self, tensor: str, ending: str) -> str:
+        return tensor.removesuffix(_WEIGHT) + ending
+
+    def planned(self, shape: tuple[int, int], scales: np.dtype) -> dict[str, PlannedTensor]:
+        (outputs, inputs), size = shape, self.group_size or shape[1]
+        for count, what in ((inputs, "inputs"), (outputs, "outputs")):
+            if count * self.bits % WORD:
+                raise InputError(
+                    f"GPTQ has whole words of {WORD} bits, which {count} {what} of {self.bits} do not fill"
+                )
+        if inputs % size:
+            raise InputError(f"{size} inputs to a scale do not divide {inputs}")
+        return {
+            f".{CODES}": PlannedTensor("I32", (inputs * self.bits // WORD, outputs)),
+            f".{ZEROS}": PlannedTensor("I32", (inputs // size, outputs * self.bits // WORD)),
+            f".{SCALES}": PlannedTensor(DTYPE_NAMES[scales], (inputs // size, outputs)),
+            f".{ORDER}": PlannedTensor("I32", (inputs,)),
+        }
+
+    def tensors(self, codes: Codes, shape: tuple[int, ...], scales: np.dtype) -> dict[str, np.ndarray]:
+        steps = 2 * codes.scales.astype(np.float32)
+        with np.errstate(over="ignore"):
+            stored = steps.astype(scales)
+        if not np.isfinite(stored.astype(np.float32)).all():
+            raise InputError(
+                f"a scale of {np.abs(steps).max():.3g} does not fit in {scales}, as GPTQ has them; choose --format "
+                "compressed-tensors"
+            )
+        middle = np.uint8(1 << (self.bits - 1))
+        zeros = np.full(steps.shape, middle) if codes.zeros is None else codes.zeros
+        packed = np.asarray(pack(jnp.asarray((zeros - np.uint8(self.is_less)).T), self.bits))
+        return {
+            f".{CODES}": in_words(codes.packed).T,
+            f".{ZEROS}": in_words(packed),
+            f".{SCALES}": stored,
+            f".{ORDER}": np.arange(shape[1], dtype=np.int32) // np.int32(self.group_size or shape[1]),
+        }
+
+    def stored(self, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return tensors[f".{CODES}"].T, tensors[f".{SCALES}"].T
+
+
+class InGPTQ(Container):
+    """This format, as it is written."""
+
+    bits = _BITS
+
+    def whole_numbers(self, bits: int, group_size: int | None, quantise: Quantise) -> WholeNumbers:
+        return GPTQNumbers(bits=bits, group_size=group_size, quantise=quantise)
+
+    def keeping(self, encoders: Mapping[str, Encoder], own: OwnCodes) -> dict[str, Encoder]:
+        is_less = own.least_zero > 0
+        return {
+            part: dataclasses.replace(encoder, is_less=is_less) if isinstance(encoder, GPTQNumbers) else encoder
+            for part, encoder in super().keeping(encoders, own).items()
+        }
+
+    def scales(self, dtype: np.dtype) -> np.dtype:
+        return np.dtype(np.float16)
+
+    def kept_scales(self, own: OwnCodes, scales: Iterable[np.ndarray]) -> np.dtype | None:
+        if all(map(_fit_float16, scales)):
+            return None
+        return np.dtype(np.float32 if own.codes.scale_bits == 32 else ml_dtypes.bfloat16)
+
+    def describe(self, encoders: Mapping[str, Encoder], kernels: Iterable[Kernel]) -> dict[str, Any]:
+        numbers = {part: encoder for part, encoder in encoders.items() if isinstance(encoder, GPTQNumbers)}
+        first = next(iter(numbers.values()))
+        rules: dict[str, dict[str, int]] = {}
+        # The first rule that matches holds: what is whole, such as routers, stands beside what may be in codes.
+        for kernel in sorted(kernels, key=lambda kernel: kernel.part is not None):
+            if kernel.part is None:
+                rules[f"-:{_modules(kernel)}"] = {}
+            elif (own := _packing_keys(numbers[kernel.part])) != _packing_keys(first):
+                rules[f"+:{_modules(kernel)}"] = own
+        return {
+            "quant_method": "gptq",
+            **_packing_keys(first),
+            "sym": all(encoder.symmetric for encoder in numbers.values()),
+            "desc_act": False,
+            "lm_head": "head" in encoders,
+            "checkpoint_format": _FORMATS[0] if first.is_less else _FORMATS[1],
+            "pack_dtype": "int32",
+            "dynamic": rules,
+        }
+
+
+def _fit_float16(half_steps: np.ndarray) -> bool:
+    steps = 2 * half_steps.astype(np.float32)
+    with np.errstate(over="ignore"):
+        return bool((steps.astype(np.float16).astype(np.float32) == steps).all())
+
+
+def _packing_keys(numbers: WholeNumbers) -> dict[str, int]:
+    return {"bits": numbers.bits, "group_size": -1 if numbers.group_size is None else numbers.group_size}
+
+
+def _modules(kernel: Kernel) -> str:
+    """Returns the regular expression of the modules that a rule is for.
+
+    vLLM joins modules, such as all that give queries, keys and values, and names them otherwise: so it is all that
+    stand beside one another. All experts of a layer are one module there, which no rule is for.
+    """
+    name = kernel.template.removesuffix(_WEIGHT)
+    if kernel.path.startswith("vision/"):
+        return rf".*\b{re.escape(name.removeprefix('model.').partition('.')[0])}\..*"
+    beside, _, last = name.rpartition("{i}.")[2].rpartition(".")
+    if "/router/" in kernel.path or not beside:
+        return rf".*\b{re.escape(name.rpartition('{i}.')[2])}$"
+    return rf".*\b{re.escape(beside)}\.(?!experts$)[^.]+$"

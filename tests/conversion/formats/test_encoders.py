@@ -10,11 +10,10 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from moe_jax.api.transforms import _codes
-from moe_jax.conversion.formats.coded_parts import BITS
-from moe_jax.conversion.formats.encoders import ENCODERS as MADE
+from moe_jax.conversion.formats.coded_parts import CONTAINERS
 from moe_jax.conversion.formats.encoders import FP8, MXFP4, NVFP4, FP8Blocks, WholeNumbers
 from moe_jax.conversion.formats.fp4 import FP4_LEVELS
-from moe_jax.conversion.spec import Code
+from moe_jax.conversion.spec import CODES_OF, Code
 from moe_jax.core.errors import InputError
 
 FLOAT32 = np.dtype(np.float32)
@@ -107,7 +106,8 @@ def test_e2m1_is_rounded_to_the_nearest():
 
 def test_the_command_line_has_all():
     """It is read before NumPy's formats are imported."""
-    assert get_args(Code) == (*map(str, BITS), *MADE)
+    found = {name: (*map(str, one.bits), *one.encoders) for name, one in CONTAINERS.items()}
+    assert found == CODES_OF and set(get_args(Code)) == {code for codes in found.values() for code in codes}
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "nvfp4", "mxfp4"])

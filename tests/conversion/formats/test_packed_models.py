@@ -96,7 +96,7 @@ def test_every_part_has_its_own_numbers(plain, tmp_path, name, options, codes, c
         ("llama", {}, "add --parts model"),
         ("gemma", {"head_bits": 8}, "has no head of its own"),
         ("mixtral", {"dense_bits": 4}, "has no dense of its own"),
-        ("llama", {"parts": "model", "bits": 5}, "expected one of 4, 8"),
+        ("llama", {"parts": "model", "bits": 5}, "expected one of 4, 8, fp8"),
         ("llama", {"parts": "model", "bits": 4, "group_size": 128}, "divides the .* inputs"),
         ("llama", {"parts": "model", "bits": "fp8", "group_size": 64}, "is for whole numbers"),
     ],
