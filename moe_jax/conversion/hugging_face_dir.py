@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.families import FAMILIES, family_named
-from moe_jax.conversion.formats import check_no_codes, format_of
+from moe_jax.conversion.formats import check_no_codes, first_of_codes, format_beside, format_of
+from moe_jax.conversion.formats.quantized_format import QuantizedFormat
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.model_table import plain_name, table_of
 from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
@@ -30,7 +31,7 @@ from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.files.tokenizer_files import PREPROCESSOR, PROCESSOR, TOKENIZER, tokenizer_files_in
-from moe_jax.model_io.lineage import read_lineage
+from moe_jax.model_io.lineage import OLD_GPTQ, SETTINGS, read_lineage
 from moe_jax.models import VisionConfig
 from moe_jax.models.serialize import FORMAT
 
@@ -61,6 +62,8 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
             return CheckpointFiles((directory / single,), _read_file(directory / single))
         if (directory / index).is_file():
             return _open_sharded(directory / index)
+    for old in sorted(directory.glob(OLD_GPTQ))[:1]:
+        return CheckpointFiles((old,), _read_file(old))
     shards = sorted(path.name for path in directory.glob("*-of-*.*"))
     found = f"only {shown(shards[0])} without an index; fetch {SAFETENSORS_INDEX}" if shards else "none of these"
     looked_for = f"{', '.join(_WEIGHTS[:-1])} and {TORCH_INDEX}"
@@ -69,7 +72,8 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
 
 def has_weights(directory: Path) -> bool:
     """Whether there are weight files in a directory, complete or not."""
-    return any((directory / name).exists() for name in _WEIGHTS) or any(directory.glob("*-of-*.*"))
+    patterns = ("*-of-*.*", OLD_GPTQ)
+    return any((directory / name).exists() for name in _WEIGHTS) or any(any(directory.glob(one)) for one in patterns)
 
 
 def _open_sharded(index: Path) -> CheckpointFiles:
@@ -150,12 +154,38 @@ class HuggingFaceDirectory(CheckpointSource):
         try:
             names = self.checkpoint.tensors if _needs_names(data) and has_weights(self.path) else ()
             data = completed_config(data, elsewhere, names)
-            self.quantized_as = format_of(data)
+            self.quantized_as = self._format_of(data)
             self.config = read_hf_config(data, ignored=ignored_keys, processing=self.processing_keys())
             family = family_named(self.config.family)
             self._table = (*table_of(self.config), *family.left_out(self.config, data))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
+
+    def _format_of(self, data: Mapping[str, Any]) -> QuantizedFormat | None:
+        """Returns the format in which it is quantised, as config.json says or an older file beside it; None: in none.
+
+        Raises:
+          InputError: if two of them contradict each other, or the format is one that is not read.
+        """
+        said = format_of(data)
+        names = [name for name in SETTINGS if (self.path / name).is_file()]
+        if said is None and not (names and has_weights(self.path) and first_of_codes(self.checkpoint.tensors)):
+            return None
+        found = {} if said is None else {"config.json": said}
+        for name in names:
+            try:
+                found[name] = format_beside(name, read_json_object(Path(name), inside=self._held))
+            except InputError:
+                if said is None:
+                    raise
+        first, *others = found
+        for other in others:
+            is_alike = said is None or type(found[first]) is type(found[other])  # config.json may be the newer one
+            if is_alike and found[first] != found[other]:
+                raise InputError(
+                    f"{first} and {other} say different things about the codes; remove the one that is wrong"
+                )
+        return found[first]
 
     def processing_keys(self) -> Mapping[str, Any] | None:
         """Returns how pictures are processed; None: nothing says it. The newest releases have it in another file."""
@@ -245,7 +275,8 @@ class HuggingFaceDirectory(CheckpointSource):
         folder, projector = self._elsewhere.vision_tower, self._projector
         tower = [] if folder is None or self._tower is None else [folder / "config.json", *self._tower.files]
         others = [*tower, *([] if projector is None else [projector])]
-        return fingerprint_files([self.path / "config.json", *self.checkpoint.files, *others])
+        settings = [self.path / name for name in SETTINGS if (self.path / name).is_file()]
+        return fingerprint_files([self.path / "config.json", *settings, *self.checkpoint.files, *others])
 
     def _check_in_place(self) -> None:
         self._held.check_in_place()

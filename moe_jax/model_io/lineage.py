@@ -7,6 +7,7 @@ also used when there is no network.
 
 import contextlib
 import datetime
+import fnmatch
 import glob
 import importlib.metadata
 import importlib.util
@@ -29,6 +30,10 @@ from moe_jax.model_io.model_names import NAME, is_hub_name
 from moe_jax.model_io.model_source import ModelSource
 
 CONFIG, CARD = "config.json", "README.md"
+SETTINGS = ("quantize_config.json", "quant_config.json")
+"""Files in which AutoGPTQ and AutoAWQ said how a checkpoint is quantised, before config.json did."""
+OLD_GPTQ = "gptq_model-*bit-*g.safetensors"
+"""The name, as a pattern, that the first releases of AutoGPTQ gave to weights."""
 _MAX_CARD = 1 << 20
 _SNAPSHOT = re.compile(r"models--(?P<organisation>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 _SHARD = r"(-\d+(-of-\d+)?)?"
@@ -100,18 +105,20 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
     if not weights:
         return Path(huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision)).parent
     names = [file.rfilename for file in about.siblings or ()]
-    return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_wanted(names)))
+    return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=files_of_model(names)))
 
 
-def _wanted(names: Iterable[str]) -> list[str]:
+def files_of_model(names: Iterable[str]) -> list[str]:
     """Returns the files of a repository that make up a model."""
     here = [name for name in names if "/" not in name]
     safetensors = [name for name in here if _SAFETENSORS.fullmatch(name)]
+    safetensors = safetensors or fnmatch.filter(here, OLD_GPTQ)
     weights = safetensors or [name for name in here if _TORCH.fullmatch(name)]
     if not weights:
         raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
     # The library takes names as patterns.
-    return [glob.escape(name) for name in here if name in (CONFIG, CARD) or name in weights or goes_with_model(name)]
+    others = (CONFIG, CARD, *SETTINGS)
+    return [glob.escape(name) for name in here if name in others or name in weights or goes_with_model(name)]
 
 
 def _why(error: Exception) -> str:

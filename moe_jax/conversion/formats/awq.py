@@ -85,7 +85,7 @@ class AWQ(QuantizedFormat):
         # Zero points are stored with and without it.
         keys.choice("zero_point", (True, False), default=True)
         if keys.data.get("backend") == "llm-awq":
-            raise InputError(f"config.json: {keys.where}: the 'backend' 'llm-awq' orders codes as none that is read")
+            raise InputError(f"{keys.where}: the 'backend' 'llm-awq' orders codes as none that is read")
         key = next((key for key in ("version", "checkpoint_format", "format") if keys.data.get(key)), "version")
         name = keys.data.get(key, "gemm")
         lower = QuantizationKeys({key: name.lower() if isinstance(name, str) else name}, keys.where)

@@ -105,16 +105,16 @@ def _check_others(keys: QuantizationKeys) -> None:
     name = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if name not in DENSE:
         raise InputError(
-            f"config.json: {keys.where}: 'sparsity_config' has the format {shown(name)}, expected 'dense': matrices "
+            f"{keys.where}: 'sparsity_config' has the format {shown(name)}, expected 'dense': matrices "
             "without their zeros are not read; convert the checkpoint that this one was made of"
         )
     rotations = keys.data.get("transform_config") or {}
     if not isinstance(rotations, Mapping):
-        raise InputError(f"config.json: {keys.where}: 'transform_config' is {shown(rotations)}, expected an object")
+        raise InputError(f"{keys.where}: 'transform_config' is {shown(rotations)}, expected an object")
     for location in _locations(rotations.get("config_groups")):
         if location not in _OFFLINE:
             raise InputError(
-                f"config.json: {keys.where}: 'transform_config' rotates at {shown(location)}, expected "
+                f"{keys.where}: 'transform_config' rotates at {shown(location)}, expected "
                 f"{' or '.join(_OFFLINE)}: models that rotate activations are not read"
             )
 
@@ -133,7 +133,7 @@ def _locations(groups: Any) -> list[Any]:
 def _read_group(keys: QuantizationKeys, default: str | None) -> ConfigGroup:
     weights, targets = keys.inside("weights"), keys.data.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise InputError(f"config.json: {keys.where}: 'targets' is {shown(targets)}, expected a list of names")
+        raise InputError(f"{keys.where}: 'targets' is {shown(targets)}, expected a list of names")
     kind = weights.choice("type", ("int", "float"), default="int")
     return ConfigGroup(
         names=tuple(target for target in targets if not target.startswith("re:")),
@@ -155,10 +155,8 @@ def _block(weights: QuantizationKeys) -> tuple[int, int] | None:
     size, block = weights.group_size(), weights.block_size("block_structure")
     if strategy == "block":
         if block is None:
-            raise InputError(
-                f"config.json: {weights.where}: 'block_structure' is missing, expected two sizes of a block"
-            )
+            raise InputError(f"{weights.where}: 'block_structure' is missing, expected two sizes of a block")
         return block
     if strategy in ("group", "tensor_group") and size is None:
-        raise InputError(f"config.json: {weights.where}: 'group_size' is missing, expected a size of groups")
+        raise InputError(f"{weights.where}: 'group_size' is missing, expected a size of groups")
     return None if size is None or strategy in ("tensor", "channel") else (1, size)

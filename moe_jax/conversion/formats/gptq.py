@@ -108,12 +108,10 @@ class GPTQ(QuantizedFormat):
     def read(cls, keys: QuantizationKeys) -> "GPTQ":
         packing = _packing(keys)
         if keys.choice("is_marlin_format", (True, False, None)):
-            raise InputError(
-                f"config.json: {keys.where}: codes in Marlin's order are not read; convert the checkpoint they are of"
-            )
+            raise InputError(f"{keys.where}: codes in Marlin's order are not read; convert the checkpoint they are of")
         keys.choice("pack_dtype", ("int32", None))
         if keys.data.get("adapter") is not None:
-            raise InputError(f"config.json: {keys.where}: an 'adapter' beside the codes is not read; merge it first")
+            raise InputError(f"{keys.where}: an 'adapter' beside the codes is not read; merge it first")
         return cls(
             packing=packing,
             rules=_rules(keys, packing),
@@ -201,7 +199,7 @@ def _format(keys: QuantizationKeys) -> str:
     given = [key for key in ("checkpoint_format", "format") if keys.data.get(key) is not None]
     found = {keys.choice(key, _FORMATS) for key in given}
     if len(found) > 1:
-        raise InputError(f"config.json: {keys.where}: 'format' and 'checkpoint_format' differ, expected one of the two")
+        raise InputError(f"{keys.where}: 'format' and 'checkpoint_format' differ, expected one of the two")
     return found.pop() if found else _FORMATS[0]
 
 
@@ -220,7 +218,7 @@ def _rule(rules: QuantizationKeys, name: str, given: Any, default: Packing) -> R
     unread = [key for key in keys.data if key not in ("bits", "group_size", *_HARMLESS)]
     if unread:
         raise InputError(
-            f"config.json: {rules.where}: the rule {shown(name)} sets {shown(unread[0])}, expected only bits and groups"
+            f"{rules.where}: the rule {shown(name)} sets {shown(unread[0])}, expected only bits and groups"
         )
     return Rule(pattern, _packing(keys, default))
 

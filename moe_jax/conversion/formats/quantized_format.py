@@ -125,7 +125,7 @@ class CodedMatrix:
 class QuantizationKeys:
     """The keys of a `quantization_config`, each read with its type."""
 
-    def __init__(self, data: Mapping[str, Any], where: str = "quantization_config"):
+    def __init__(self, data: Mapping[str, Any], where: str = "config.json: quantization_config"):
         self.data, self.where = data, where
 
     def choice(self, key: str, choices: Collection[Any], default: Any = None) -> Any:
@@ -133,7 +133,7 @@ class QuantizationKeys:
         value = self.data.get(key, default)
         if value not in choices or type(value) not in {type(one) for one in choices}:
             expected = ", ".join(map(repr, choices))
-            raise InputError(f"config.json: {self.where}: {key!r} is {shown(value)}, expected one of {expected}")
+            raise InputError(f"{self.where}: {key!r} is {shown(value)}, expected one of {expected}")
         return value
 
     def group_size(self, key: str = "group_size", default: Any = None) -> int | None:
@@ -142,7 +142,7 @@ class QuantizationKeys:
         if value is None or value == -1:
             return None
         if type(value) is not int or not 1 <= value <= 1 << 20:
-            raise InputError(f"config.json: {self.where}: {key!r} is {shown(value)}, expected a size of groups")
+            raise InputError(f"{self.where}: {key!r} is {shown(value)}, expected a size of groups")
         return value
 
     def block_size(self, key: str) -> tuple[int, int] | None:
@@ -151,14 +151,14 @@ class QuantizationKeys:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
-            raise InputError(f"config.json: {self.where}: {key!r} is {shown(value)}, expected two sizes of a block")
+            raise InputError(f"{self.where}: {key!r} is {shown(value)}, expected two sizes of a block")
         return (value[0], value[1])
 
     def inside(self, key: str) -> "QuantizationKeys":
         """Returns the keys of an object under a key; raises `InputError` if it is none."""
         value = self.data.get(key)
         if not isinstance(value, Mapping):
-            raise InputError(f"config.json: {self.where}: {key!r} is {shown(value)}, expected an object")
+            raise InputError(f"{self.where}: {key!r} is {shown(value)}, expected an object")
         return QuantizationKeys(value, f"{self.where}: {key}")
 
 
@@ -173,9 +173,7 @@ def name_pattern(text: str, where: str) -> re.Pattern[str]:
             return re.compile(text)
     except (re.error, OverflowError, RecursionError):
         pass
-    raise InputError(
-        f"config.json: {where}: {shown(text)} is no regular expression of names, or one that repeats repeats"
-    )
+    raise InputError(f"{where}: {shown(text)} is no regular expression of names, or one that repeats repeats")
 
 
 def _may_take_long(pattern: str) -> bool:
