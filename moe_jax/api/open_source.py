@@ -1,5 +1,6 @@
 """Opens the model at a path, whatever its format."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from moe_jax.model_io.lineage import local_model
 from moe_jax.model_io.model_names import why_a_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
+    from moe_jax.conversion.checkpoint_source import CodesInside
     from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import ModelConfig
     from moe_jax.training.recipe import Recipe
@@ -145,6 +147,33 @@ def _no_adapter(adapter: Path, base: Path) -> Path:
     if is_adapter_directory(base):
         raise InputError(f"the base of {adapter} is {base}, an adapter directory itself; merge that first")
     return base
+
+
+def codes_at(path: Path | str) -> "CodesInside | None":
+    """Counts the tensors in codes of the model that `read_config` reads the config of; None: it is not quantised.
+
+    Of weights, only the headers are read; if there are none, or they cannot be read, kinds are not known.
+    """
+    from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, is_gguf
+    from moe_jax.conversion.checkpoint_source import CodesInside
+    from moe_jax.conversion.formats import format_of
+    from moe_jax.conversion.hugging_face_dir import has_weights
+    from moe_jax.model_io.model_names import split_step
+    from moe_jax.models.serialize import FORMAT
+
+    path = as_path(path)
+    if split_step(path) is not None:
+        return None
+    path = as_path(local_model(path, weights=False))
+    if is_gguf(path):
+        return GGUFModel(path).codes_inside()
+    data = read_json_object(path / "config.json" if path.is_dir() else path, allow=("nonfinite",))
+    if data.get("format") == FORMAT:
+        return None
+    with contextlib.suppress(InputError, OSError):
+        if path.is_dir() and has_weights(path):
+            return HuggingFaceDirectory(path).codes_inside()
+    return None if format_of(data) is None else CodesInside({})
 
 
 def read_config(path: Path | str) -> "ModelConfig":

@@ -44,7 +44,7 @@ class _Command:
 
     With options of upcycle or adapt, counts those of the model that they would make; with --compress, also the bytes of
     the experts in every form in which they can be stored; with --train, memory and time of training by a recipe.
-    Weights are not read, and need not be there.
+    Weights are not read, and need not be there; of a quantised checkpoint that has them, headers are.
     """
 
     model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="CONFIG_OR_MODEL")] = None
@@ -191,8 +191,9 @@ def run(options: _Command) -> None:
     if model is None:
         raise InputError("missing: CONFIG_OR_MODEL, or --train RECIPE.toml, which names a model")
     import moe_jax
-    from moe_jax.api.open_source import read_config
+    from moe_jax.api.open_source import codes_at, read_config
     from moe_jax.commands.planned_tables import (
+        print_codes,
         print_compression,
         print_plan,
         print_proposals,
@@ -218,19 +219,21 @@ def run(options: _Command) -> None:
     elif options.propose:
         how |= {"propose": recipe, "platform": options.platform}
     planned = moe_jax.plan(given, pictures=options.pictures, **how)
-    compressed = _compression(config, options)
+    compressed, codes = _compression(config, options), codes_at(model)
     if options.json:
         described = dataclasses.asdict(planned)
         strategies = described.pop("strategies")
         proposals = described.pop("proposals")
         described |= {"compression": compressed and compressed.to_json(), "strategies": strategies, "training": None}
-        described |= {"proposals": proposals}
+        described |= {"proposals": proposals, "quantized": codes and dict(codes.kinds)}
         if training is not None:
             roofline = None if training.roofline is None else training.roofline._asdict()
             described["training"] = dataclasses.asdict(training) | {"roofline": roofline}
         print(json.dumps({name: part for name, part in described.items() if part is not None}, indent=2))
         return
     print_plan(as_path(model), config, planned)
+    if codes is not None:
+        print_codes(codes)
     if compressed is not None:
         print_compression(compressed)
     if planned.strategies is not None:

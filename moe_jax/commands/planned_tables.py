@@ -13,6 +13,7 @@ from moe_jax.core.terminal import console_for_tables, table_of_figures
 
 if TYPE_CHECKING:
     from moe_jax.compression.coding.storage import Stored
+    from moe_jax.conversion.checkpoint_source import CodesInside
     from moe_jax.models import ModelConfig
     from moe_jax.planning.model_costs import LayerStrategies, ModelPlan, PlannedStrategies, PlannedVision
     from moe_jax.planning.planned_compression import PlannedCompression
@@ -73,6 +74,14 @@ def print_plan(path: Path, config: "ModelConfig", plan: "ModelPlan") -> None:
         parts += f"optimizer {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
         table.add_row("training, per chip", show_bytes(memory.total), parts)
     console.print(table)
+
+
+def print_codes(codes: "CodesInside") -> None:
+    """Prints what a quantised checkpoint holds, and what training makes of it."""
+    kinds = codes.in_words() if codes.kinds else "as config.json says"
+    print(f"the checkpoint is quantised: {kinds}; training starts from decoded weights")
+    if codes.partly is not None:
+        print(codes.partly)
 
 
 def _vision_rows(config: "ModelConfig", vision: "PlannedVision") -> list[tuple[str, str, str]]:

@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -27,6 +28,25 @@ from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
+
+
+class CodesInside(NamedTuple):
+    """The tensors of a checkpoint that is quantised.
+
+    Attributes:
+      kinds: how many are in codes, by the kind of these; empty: the weights are not there.
+      whole: how many are not.
+      partly: a line about experts of which only some are in codes; None: there are none.
+    """
+
+    kinds: Mapping[str, int]
+    whole: int = 0
+    partly: str | None = None
+
+    def in_words(self) -> str:
+        """Returns how many tensors are in codes of every kind, and how many in none."""
+        kinds = ", ".join(f"{count:,} in {kind}" for kind, count in self.kinds.items())
+        return f"{kinds}; {self.whole:,} tensors are not in codes"
 
 
 class Weights(NamedTuple):
@@ -156,6 +176,20 @@ class CheckpointSource(abc.ABC):
             elif entry.blocks is not None:
                 kinds[name] = entry.blocks.name
         return kinds
+
+    def codes_inside(self) -> CodesInside | None:
+        """Counts the tensors that are in codes; None: none is."""
+        codes = self.kinds_of_codes()
+        if not codes:
+            return None
+        partly = []
+        for path, pieces in self.weights.pieces.items():
+            names = [piece.tensor for piece in pieces if piece.tensor not in codes]
+            if 0 < len(names) < len(pieces):
+                partly.append(f"{len(names)} of {len(pieces)} experts of {path}, such as {names[0]}")
+        more = f", and some of {len(partly) - 1} others" if len(partly) > 1 else ""
+        line = f"note: not in codes: {partly[0]}{more}" if partly else None
+        return CodesInside(Counter(codes.values()), len(self.weights.tensors) - len(codes), line)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype, as stored, of every leaf, by path; what is quantised is decoded to float32."""

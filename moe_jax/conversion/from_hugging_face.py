@@ -80,8 +80,9 @@ def convert(
         return
     else:
         source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys, elsewhere=elsewhere)
-    if codes := source.kinds_of_codes():
-        for line in _about_codes(source, codes, dtype):
+    if (codes := source.codes_inside()) is not None:
+        said = f"quantised tensors become {dtype or 'float32'}: {codes.in_words()}"
+        for line in filter(None, (said, codes.partly)):
             console.print(line, markup=False, soft_wrap=True)
     kept = _kept_codes(source) if spec.codes == "keep" else None
     for line in kept.describe() if kept is not None else ():
@@ -94,7 +95,9 @@ def convert(
     if dry_run:
         shapes = {name: entry.shape for name, entry in source.weights.tensors.items()}
         specs = _specs(source, target)
-        print_mapping(Mapped(shapes, source.weights.pieces), specs, source.specs(), console, codes=codes)
+        print_mapping(
+            Mapped(shapes, source.weights.pieces), specs, source.specs(), console, codes=source.kinds_of_codes()
+        )
         return
 
     reader = source if kept is None else kept
@@ -150,21 +153,6 @@ def _specs(reader: CheckpointSource | KeptCodes, target: np.dtype | None) -> dic
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if target is None or stays(path) else target)
         for path, leaf in reader.specs().items()
     }
-
-
-def _about_codes(source: CheckpointSource, codes: Mapping[str, str], dtype: str | None) -> Iterator[str]:
-    """Yields lines about a quantised checkpoint: what it becomes, and experts that are whole beside others in codes."""
-    kinds = ", ".join(f"{count:,} in {kind}" for kind, count in Counter(codes.values()).items())
-    whole = len(source.weights.tensors) - len(codes)
-    yield f"quantised tensors become {dtype or 'float32'}: {kinds}; {whole:,} tensors are not in codes"
-    partly = []
-    for path, pieces in source.weights.pieces.items():
-        names = [piece.tensor for piece in pieces if piece.tensor not in codes]
-        if 0 < len(names) < len(pieces):
-            partly.append(f"{len(names)} of {len(pieces)} experts of {path}, such as {names[0]}")
-    if partly:
-        more = f", and some of {len(partly) - 1} others" if len(partly) > 1 else ""
-        yield f"note: not in codes: {partly[0]}{more}"
 
 
 def _elsewhere(spec: ConvertSpec, *, weights: bool) -> Elsewhere:

@@ -109,22 +109,46 @@ def test_fused_experts(tmp_path):
     np.testing.assert_array_equal(TensorFiles().rows(folded["e.up"], 7, 118), expected[7:118])
 
 
-def test_experts_that_are_whole_beside_others_are_noticed(tmp_path, capfd):
-    plain = plain_checkpoint(tmp_path / "plain", "mixtral")
-    settings = {"quant_method": "fp8", "weight_block_size": [8, 8]}
-    left = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    both = write_quantised(
-        plain,
-        tmp_path,
+LEFT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+
+
+@pytest.fixture(scope="module")
+def partly_in_fp8(tmp_path_factory):
+    """A checkpoint of whose experts a list skips one, and what it is decoded to."""
+    folder = tmp_path_factory.mktemp("partly")
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": [LEFT[:-7]]}
+    return write_quantised(
+        plain_checkpoint(folder / "plain", "mixtral"),
+        folder,
         in_fp8({"weight_block_size": (8, 8)}),
         settings,
-        lambda name, weight: is_quantised(name, weight) and name != left,
+        lambda name, weight: is_quantised(name, weight) and name != LEFT,
     )
-    assert_reads_as(*both, tmp_path)
-    assert main(["convert", str(both[0]), str(tmp_path / "out"), "--dry-run"]) == 0
+
+
+def test_experts_that_are_whole_beside_others_are_noticed(partly_in_fp8, tmp_path, capfd):
+    assert_reads_as(*partly_in_fp8, tmp_path)
+    assert main(["convert", str(partly_in_fp8[0]), str(tmp_path / "out"), "--dry-run"]) == 0
     said = capfd.readouterr().out
-    assert f"note: not in codes: 1 of 4 experts of layers/1/mlp/experts/gate/kernel, such as {left}" in said
+    assert f"note: not in codes: 1 of 4 experts of layers/1/mlp/experts/gate/kernel, such as {LEFT}" in said
     assert "fp8 -> float32" in said
+
+
+def test_a_plan_says_what_the_checkpoint_holds(partly_in_fp8, tmp_path, capfd):
+    """Of 3 layers with 4 projections and 12 matrices of experts, one of them whole; or what the config alone says."""
+    folder, decoded = partly_in_fp8
+    assert main(["plan", str(folder)]) == 0
+    said = capfd.readouterr().out
+    assert "quantised: 47 in fp8; 13 tensors are not in codes; training starts from decoded weights\n" in said
+    assert f"note: not in codes: 1 of 4 experts of layers/1/mlp/experts/gate/kernel, such as {LEFT}" in said
+    assert main(["plan", str(folder), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["quantized"] == {"fp8": 47}
+    for alone in (folder / "config.json", tmp_path):
+        (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        assert main(["plan", str(alone)]) == 0
+        assert "quantised: as config.json says; training" in capfd.readouterr().out
+    assert main(["plan", str(decoded)]) == 0
+    assert "quantised" not in capfd.readouterr().out
 
 
 def faulty(plain, folder, change):
