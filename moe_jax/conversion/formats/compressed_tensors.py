@@ -175,8 +175,8 @@ class InCompressedTensors(Container):
             )
         if dtype != "bfloat16" and any(isinstance(encoder, NVFP4) for encoder in encoders.values()):
             made.append(
-                f"note: Transformers decodes NVFP4 to bfloat16, and the rest of the model is in {dtype}; for it, add "
-                "--dtype bfloat16"
+                f"note: Transformers runs what is in NVFP4 in bfloat16, and the rest of the model is in {dtype}; for "
+                "it, add --dtype bfloat16, or load the model with CompressedTensorsConfig(dequantize=True)"
             )
         return made
 

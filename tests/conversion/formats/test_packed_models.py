@@ -90,6 +90,14 @@ def test_every_part_has_its_own_numbers(plain, tmp_path, name, options, codes, c
         assert np.linalg.norm(rounded - kept) <= 0.15 * np.linalg.norm(kept), path
 
 
+@pytest.mark.parametrize(("code", "dtype", "noted"), [("nvfp4", [], 1), ("nvfp4", ["bfloat16"], 0), ("fp8", [], 0)])
+def test_numbers_that_transformers_decodes_to_another_dtype_are_noted(plain, tmp_path, code, dtype, noted, capfd):
+    options = ["--format", "compressed-tensors", "--bits", code, *(["--dtype", *dtype] if dtype else [])]
+    assert main(["export", str(plain("mixtral")), str(tmp_path / "codes"), *options, "--dry-run"]) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(said) == noted and all("--dtype bfloat16" in line for line in said)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
