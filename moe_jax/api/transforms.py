@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 from rich.console import Console
 
+from moe_jax.api.measure import default_seq_len
 from moe_jax.api.model import (
     Model,
     ModelOrPath,
@@ -27,11 +29,13 @@ from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.gguf.to_gguf import export_gguf as _export_gguf
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
+from moe_jax.conversion.to_hugging_face import Calibrate
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import shows_work
 from moe_jax.data.pictures.picture_sources import MARK
+from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER
@@ -247,10 +251,11 @@ def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) ->
     if spec.format == "peft":
         _export_peft(source, target, allow_nonfinite=spec.allow_nonfinite, console=_console())
         return target
+    calibrate = None if spec.calibrate is None else _calibrate(source, spec)
     if spec.format == "gguf":
-        _export_gguf(source, target, spec, console=_console())
+        _export_gguf(source, target, spec, calibrate=calibrate, console=_console())
         return target
-    _export(source, target, spec, packed=_packed(spec), console=_console())
+    _export(source, target, spec, packed=_packed(spec), calibrate=calibrate, console=_console())
     return target
 
 
@@ -291,11 +296,25 @@ def packed_parts(
     return partial(Packing.of, container=container, quantise=_codes, codes=codes, whole=whole, group_size=group_size)
 
 
-def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:
-    from moe_jax.compression.coding.coder import LeastError  # takes a while to import
+def _codes(kernel: np.ndarray, bits: int, group_size: int, moment: np.ndarray | None = None) -> Codes:
+    from moe_jax.compression.coding.coder import LeastError, LeastOutputError  # takes a while to import
 
-    made = LeastError(even=True).quantize(kernel, bits=bits, group_size=group_size)
+    coder = LeastError(even=True) if moment is None else LeastOutputError(moment, even=True)
+    made = coder.quantize(kernel, bits=bits, group_size=group_size)
     return Codes(made.codes, made.scales)
+
+
+def _calibrate(source: ModelSource, spec: ExportSpec) -> Calibrate:
+    """Reads the text that codes are calibrated on; the model is run on it while it is written."""
+    from moe_jax.api.compress import read_rows  # takes a while to import
+    from moe_jax.compression.calibration.coded_pass import begun_pass
+
+    assert spec.calibrate is not None
+    source.config.check_no_encoder("a calibration")
+    length = default_seq_len(source.config) if spec.seq_len is None else spec.seq_len
+    rows = read_rows(source, spec.calibrate, seq_len=length, samples=spec.samples, seed=0, image_folder=None)
+    mesh = make_mesh({"data": -1}, jax.local_devices())
+    return partial(begun_pass, rows=rows, mesh=mesh)
 
 
 def _console() -> Console | None:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.distributed.sharding import path_name
+from moe_jax.experts.linear import Linear
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats, Routing
@@ -71,6 +72,37 @@ def bank_calls(block: Any) -> list[Any]:
 
     moe.experts, block.mlp = apply_experts, apply_moe
     return calls
+
+
+class LinearInput(NamedTuple):
+    """The input [..., i] of a linear map, and the map's path below its layer, such as `attention/q`."""
+
+    path: str
+    x: Float[Array, "... i"]
+
+
+def linear_inputs(block: Any) -> list[Any]:
+    """A `Watch` that records the `LinearInput` of every linear map, but for those of routers, banks and PEFT experts."""
+    seen: list[Any] = []
+
+    def watched(path: str, linear: Linear) -> Callable[..., Array]:
+        def apply(x: Array, *rest: Any) -> Array:
+            seen.append(LinearInput(path, x))
+            return linear(x, *rest)
+
+        return apply
+
+    def watch(module: nnx.Module, prefix: str) -> None:
+        for name, child in list(vars(module).items()):
+            if name in ("router", "experts", "perft") or not isinstance(child, nnx.Module):
+                continue
+            if isinstance(child, Linear):
+                setattr(module, name, watched(prefix + name, child))
+            else:
+                watch(child, f"{prefix}{name}/")
+
+    watch(block, "")
+    return seen
 
 
 def embed_tokens(

@@ -21,10 +21,11 @@ from moe_jax.conversion.formats.encoders import Codes
 from moe_jax.conversion.hf_config import inexpressible, write_hf_config
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
-from moe_jax.core.formatting import show_bytes
+from moe_jax.core.formatting import count_bytes, show_bytes
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.routing import GATES
+from moe_jax.model_io.in_memory import ModelInMemory
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -236,6 +237,10 @@ class MergedModel:
             # Zeros do for a router among equal experts, and for the gate of a universal FFN of constant weight.
             yield None, self._zeros(path)
 
+    def whole(self) -> ModelSource:
+        """Returns it as a model to read from, a leaf at a time."""
+        return ModelInMemory(self.config, _WholeLeaves(self), path=self._source.path)
+
     def codes(self, path: str) -> Iterator[tuple[int, Codes]]:
         """Yields (e, codes of leaf[e]) for every e, in the order of the bank, as they are stored.
 
@@ -317,6 +322,20 @@ class MergedModel:
 
     def _mlp(self, path: str) -> FFNConfig | MoEConfig:
         return self._source.config.layers[_layer(path)].mlp
+
+
+class _WholeLeaves:
+    """The leaves of a merged model, those of experts stacked."""
+
+    def __init__(self, model: MergedModel):
+        self._model, self.specs = model, model.specs()
+
+    def read(self, path: str) -> np.ndarray:
+        parts = dict(self._model.parts(path))
+        return parts[None] if None in parts else np.stack([parts[expert] for expert in range(len(parts))])
+
+    def stored_bytes(self, path: str) -> int:
+        return count_bytes([self.specs[path]])
 
 
 def _layer(path: str) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
+from moe_jax.data.sections import check_seq_len
 from moe_jax.files.storage_path import as_path
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -112,6 +113,14 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         int | None, Shown("N", "that of the experts if it fits, or the largest of 128, 64 and 32 that does")
     ] = None
     """With `format` compressed-tensors or gptq: inputs that share a scale of whole numbers."""
+    calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
+    """A text, or a file of rows as training data has, that the model is run on while it is put in codes: whole numbers
+    and K-quants then change what linear maps give least, and not their weights. With `format` compressed-tensors or
+    gptq, the loss on it is said, before and after."""
+    samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
+    """With `calibrate`: windows, or rows, that are drawn of the text."""
+    seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
+    """With `calibrate`: tokens of a window."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
 
@@ -147,10 +156,26 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
                 elsewhere = f"; {value} is in --format {others[0]}" if others else ""
                 expected = f"with --format {self.format}, expected one of {', '.join(CODES_OF[self.format])}"
                 raise InputError(f"{flag_of(name)} {shown(value)}: {expected}{elsewhere}")
+        self._check_calibration()
         if self.group_size is not None and (self.group_size < 8 or self.group_size % 8):
             raise InputError(f"--group-size {self.group_size} must be a multiple of 8")
         if self.max_shard_size is not None:
             parse_bytes(self.max_shard_size, flag="--max-shard-size")
+
+    def _check_calibration(self) -> None:
+        of_text = [flag_of(name) for name in ("samples", "seq_len") if getattr(self, name) is not None]
+        if self.calibrate is None:
+            if of_text:
+                raise InputError(f"{', '.join(of_text)}: only with --calibrate")
+            return
+        if self.format not in (*CODES_OF, "gguf"):
+            raise InputError(f"--calibrate: only with --format {_IN_CODES} or gguf, which have codes")
+        if self.imatrix is not None:
+            raise InputError("--calibrate and --imatrix both say how much inputs count; give one of them")
+        if self.samples is not None and self.samples < 1:
+            raise InputError(f"--samples {self.samples} must be at least 1")
+        if self.seq_len is not None:
+            check_seq_len(self.seq_len)
 
 
 def check_gguf_name(dst: Path | str) -> None:

@@ -4,8 +4,9 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
 from moe_jax.conversion.formats.coded_parts import CodingErrors, Pack, Packing, part_of
-from moe_jax.conversion.formats.encoders import WholeNumbers
+from moe_jax.conversion.formats.encoders import Encoder, WholeNumbers
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
@@ -55,12 +56,14 @@ def export(
     spec: ExportSpec = ExportSpec(),
     *,
     packed: Pack | None = None,
+    calibrate: Calibrate | None = None,
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
     """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with its size.
 
-    If `packed` is given, parts of it are written in codes; a dry run only prints the mapping and sizes.
+    If `packed` is given, parts of it are written in codes; a dry run only prints the mapping and sizes. With
+    `calibrate`, whole numbers are chosen by what linear maps are given on a text.
 
     Raises:
       InputError: if no format can hold the model, weights are not finite or too large for the dtype, or `dst` exists.
@@ -113,9 +116,11 @@ def export(
     options = {"max_shard_size": max_bytes, **{name: getattr(spec, name) for name in kept}}
     if packing is not None:
         options |= {"codes": {part: encoder.word for part, encoder in packing.encoders.items()}}
-    lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
+    read = [source, *([] if spec.calibrate is None else [as_path(spec.calibrate)])]
+    lineage = [*source.lineage, new_lineage_entry("export", options, read)]
+    job = job_of(lineage)
     with ByteProgress(console, "exporting", total) as progress:
-        with open_work(dst, job_of(lineage)) as work:
+        with open_work(dst, job) as work, _calibration(calibrate, model, dst, job) as calibration:
             folder = work.folder
             # Before the weights, so that no copied file can take their place.
             settings = _generation_settings(source)
@@ -136,6 +141,7 @@ def export(
                     progress=progress,
                     packing=packing,
                     allow_nonfinite=spec.allow_nonfinite,
+                    calibration=calibration,
                 )
                 writing.write_layers(work)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
@@ -157,6 +163,17 @@ def export(
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
     if said := writing.errors.said():
         console.print(said, markup=False, soft_wrap=True)
+    if writing.losses:
+        before, after = writing.losses
+        console.print(
+            f"the text of the calibration: {before:.4f} nats per token before, {after:.4f} in codes", soft_wrap=True
+        )
+
+
+def _calibration(
+    calibrate: Calibrate | None, model: MergedModel, dst: Path, job: Any
+) -> AbstractContextManager[CalibratingPass | None]:
+    return contextlib.nullcontext() if calibrate is None else calibrate(model.whole(), dst, job)
 
 
 def _processing_of(config: ModelConfig) -> ImageProcessing | None:
@@ -242,6 +259,40 @@ class TensorWriter(Protocol):
         ...
 
 
+class CalibratingPass(Protocol):
+    """A pass over a text by a model whose layers are put in codes, one after another.
+
+    Attributes:
+      next: the layer that comes next; those before are finished.
+    """
+
+    next: int
+
+    def begin(self, layer: int) -> None:
+        """Runs a layer on what the layers before it give in codes."""
+        ...
+
+    def moments(self, path: str) -> Iterator[np.ndarray]:
+        """Yields the second moment Float32[i, i] of the inputs of a kernel of the layer, or one for every expert."""
+        ...
+
+    def squares(self, path: str) -> Iterator[np.ndarray]:
+        """Yields the diagonals of `moments`."""
+        ...
+
+    def finish(self, decoded: Mapping[str, np.ndarray]) -> None:
+        """Ends a layer, given what the codes of its leaves stand for, by path."""
+        ...
+
+    def losses(self, decoded: Mapping[str, np.ndarray]) -> tuple[float, float]:
+        """Returns the nats per token of the text, before and in codes, given the head if that is in codes."""
+        ...
+
+
+Calibrate = Callable[[ModelSource, Path, Any], AbstractContextManager[CalibratingPass]]
+"""`calibrate(source, dst, job)`: begins a pass of a model with whole experts for a job that writes `dst`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LeafWriting:
     """The writing of a model's tensors, leaf by leaf.
@@ -257,6 +308,9 @@ class LeafWriting:
       allow_nonfinite: whether NaN and infinity may be written.
       orders: for tensors whose rows are in another order than the leaf's, the leaf's row of each.
       added: for tensors that hold more than the leaf, what is added to every number.
+      calibration: says what linear maps are given while their codes are chosen; None: all inputs count alike.
+      errors: of the codes that were made.
+      losses: of the text of the calibration, when all is written; before, and in codes.
     """
 
     model: MergedModel
@@ -269,58 +323,108 @@ class LeafWriting:
     allow_nonfinite: bool
     orders: Mapping[str, np.ndarray] = field(default_factory=dict)
     added: Mapping[str, float] = field(default_factory=dict)
+    calibration: CalibratingPass | None = None
     errors: CodingErrors = field(default_factory=CodingErrors)
+    losses: list[float] = field(default_factory=list)
 
     def write_layers(self, work: Workplace | RemoteWork) -> None:
         """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
-        by_layer: dict[str, list[str]] = {}
+        by_layer: dict[int | None, list[str]] = {}
         for path in self.mapped.pieces:
-            by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
-        written = work.notes(by_layer)
-        for layer, paths in by_layer.items():
-            names = {name for path in paths for name in _tensors_of(path, self.mapped, self.packing)}
-            size = sum(self.tensors[name].nbytes for name in names)
-            if layer in written or self.writer.are_kept(names):
+            by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else None, []).append(path)
+        names = {layer: "rest" if layer is None else str(layer) for layer in by_layer}
+        written = work.notes(names.values())
+        # The head, which belongs to no layer, is calibrated by what the last one gives.
+        for layer in sorted(by_layer, key=lambda layer: math.inf if layer is None else layer):
+            paths = by_layer[layer]
+            tensors = {name for path in paths for name in _tensors_of(path, self.mapped, self.packing)}
+            size = sum(self.tensors[name].nbytes for name in tensors)
+            # A pass knows less than what is written if it was interrupted between the two: the layer is made again.
+            if (names[layer] in written or self.writer.are_kept(tensors)) and self._is_past(layer):
                 self.progress.skip(size)
                 continue
-            for path in paths:
-                if self.packing is not None and self.packing.encoder_of(path) is not None:
-                    self._write_packed(path, self.packing)
-                else:
-                    self._write_leaf(path)
+            self._write_layer(layer, paths)
             if self.writer.sync():
-                work.note(layer, {"bytes": size})
+                work.note(names[layer], {"bytes": size})
 
-    def _write_packed(self, path: str, packing: Packing) -> None:
-        """Writes the kernels of a leaf in codes: in stored codes, or else in new ones."""
+    def _is_past(self, layer: int | None) -> bool:
+        return self.calibration is None or (layer is not None and layer < self.calibration.next)
+
+    def _write_layer(self, layer: int | None, paths: list[str]) -> None:
+        """Writes the leaves of a layer; None: those that belong to none."""
+        calibration = self.calibration
+        if calibration is not None and layer is not None:
+            calibration.begin(layer)
+        decoded: dict[str, np.ndarray] = {}
+        for path in paths:
+            if self.packing is None or self.packing.encoder_of(path) is None:
+                self._write_leaf(path)
+            elif (made := self._write_packed(path, self.packing)) is not None and calibration is not None:
+                decoded[path] = made
+        if calibration is not None:
+            if layer is None:
+                self.losses.extend(calibration.losses(decoded))
+            else:
+                calibration.finish(decoded)
+
+    def _write_packed(self, path: str, packing: Packing) -> np.ndarray | None:
+        """Writes the kernels of a leaf in codes: in stored codes, or else in new ones.
+
+        With a calibration, it returns the leaf that new codes stand for.
+        """
         by_expert, encoder = {piece.expert: piece for piece in self.mapped.pieces[path]}, packing.encoder_of(path)
         assert encoder is not None
-        for expert, tensors in self._in_codes(path, packing):
+        kept = packing.stored and part_of(path) == "experts"
+        calibrated = self.calibration is not None and not kept
+        leaf = np.empty(self.model.specs()[path].shape, self.specs[path].dtype) if calibrated else None
+        for expert, tensors, decoded in self._in_codes(
+            path, encoder, packing.scales(path, self.specs[path].dtype), kept
+        ):
             piece = by_expert.pop(expert)
             for ending, values in tensors.items():
                 contiguous = np.ascontiguousarray(values)
                 self.progress.advance(self.writer.write(encoder.name_of(piece.tensor, ending), 0, contiguous))
+            if leaf is not None and decoded is not None:
+                leaf[... if expert is None else expert] = decoded.T
         assert not by_expert, (path, by_expert)
+        return leaf
 
-    def _in_codes(self, path: str, packing: Packing) -> Iterator[tuple[int | None, dict[str, np.ndarray]]]:
-        """Yields the tensors of every kernel of a leaf, by their endings, and counts the errors of new codes."""
-        encoder, scales = packing.encoder_of(path), packing.scales(path, self.specs[path].dtype)
-        assert encoder is not None
-        if packing.stored and part_of(path) == "experts":
+    def _in_codes(
+        self, path: str, encoder: Encoder, scales: np.dtype, kept: bool
+    ) -> Iterator[tuple[int | None, dict[str, np.ndarray], np.ndarray | None]]:
+        """Yields the tensors of every kernel of a leaf by their endings, and what they stand for if they are new.
+
+        Counts the errors of new codes.
+        """
+        if kept:
             assert isinstance(encoder, WholeNumbers)
             shape = self.mapped.pieces[path][0].shape
             for expert, codes in self.model.codes(path):
-                yield expert, encoder.tensors(codes, shape, scales)
+                yield expert, encoder.tensors(codes, shape, scales), None
             return
         before, made = None, None
-        for expert, kernel in self._parts_of(path, self.mapped.pieces[path]):
-            if kernel is not before or made is None:  # those of a dense layer are one kernel, and of merged experts
+        for expert, kernel, moment in self._kernels_and_moments(path, encoder):
+            # Those of a dense layer are one kernel, and of merged experts; but what they are given may differ.
+            if kernel is not before or made is None or moment is not None:
                 name = path if expert is None else f"{path}[{expert}]"
                 check_finite(name, kernel, REMEDY)
                 matrix = np.ascontiguousarray(kernel.T, np.float32)
-                before, made = kernel, encoder.encoded(matrix, scales)
+                before, made = kernel, encoder.encoded(matrix, scales, moment)
                 self.errors.add(path, matrix, made.decoded)
-            yield expert, made.tensors
+            yield expert, *made
+
+    def _kernels_and_moments(
+        self, path: str, encoder: Encoder
+    ) -> Iterator[tuple[int | None, np.ndarray, np.ndarray | None]]:
+        """Yields the kernels of a leaf, with the second moments of their inputs where these choose the codes."""
+        parts = self._parts_of(path, self.mapped.pieces[path])
+        if self.calibration is None or not isinstance(encoder, WholeNumbers):
+            for expert, kernel in parts:
+                yield expert, kernel, None
+            return
+        in_order = sorted(parts, key=lambda part: part[0] or 0)
+        for (expert, kernel), moment in zip(in_order, self.calibration.moments(path), strict=True):
+            yield expert, kernel, moment
 
     def _write_leaf(self, path: str) -> None:
         """Writes one leaf. The next expert is made while the previous one is written; two are in memory."""

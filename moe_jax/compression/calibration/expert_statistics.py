@@ -82,7 +82,7 @@ def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]
     if of_what in layer.moments:
         yield from layer.moments[of_what]
         return
-    every = _moments(layer, rows, of_what, size)
+    every = _sums(layer, rows, of_what, (size, size))
     if layer.num_experts * size**2 * np.dtype(np.float32).itemsize > _MOST_BYTES_KEPT:
         yield from every
         return
@@ -90,16 +90,26 @@ def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]
     yield from layer.moments[of_what]
 
 
-def _moments(layer: SourceLayer, rows: LayerRows, of_what: str, size: int) -> Iterator[Float[np.ndarray, "i i"]]:
+def squares(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, " i"]]:
+    """Yields the diagonals of `moments`, for which the rest of them is not computed."""
+    rows = layer.rows
+    assert rows is not None
+    of_what, size = ("hidden", layer.moe.expert.dim) if name == "down" else ("inputs", rows.inputs.shape[1])
+    yield from _sums(layer, rows, of_what, (size,))
+
+
+def _sums(layer: SourceLayer, rows: LayerRows, of_what: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Yields the weighted sums over tokens of `x x^T`, or for a shape [i] of the squares of x."""
+    add = _add if len(shape) == 2 else _add_squares
     given: Iterator[Callable[[Array], Array]] = itertools.repeat(lambda x: x, layer.num_experts)
     if of_what == "hidden":
         given = _functions(layer, ffn_hidden, [name for name in layer.shapes if name != "down"])
     for expert, function in enumerate(given):
         index, weights = _counted(rows, expert if expert < layer.moe.bank_experts else None)
-        total = jnp.zeros((size, size), jnp.float32)
+        total = jnp.zeros(shape, jnp.float32)
         for part, x in _parts(rows, index):
             some = np.pad(weights[part], (0, _CHUNK - (part.stop - part.start)))
-            total = _add(total, function(x), jnp.asarray(some))
+            total = add(total, function(x), jnp.asarray(some))
         yield np.asarray(total)
 
 
@@ -184,3 +194,8 @@ def _parts(rows: LayerRows, tokens: Int[np.ndarray, " n"]) -> Iterator[tuple[sli
 def _add(total: Float[Array, "i i"], a: Float[Array, "n i"], weights: Float[Array, " n"]) -> Float[Array, "i i"]:
     scaled = a * jnp.sqrt(weights)[:, None]
     return total + jnp.matmul(scaled.T, scaled, precision="highest")
+
+
+@partial(jax.jit, donate_argnums=0)
+def _add_squares(total: Float[Array, " i"], a: Float[Array, "n i"], weights: Float[Array, " n"]) -> Float[Array, " i"]:
+    return total + jnp.sum(jnp.square(a) * weights[:, None], axis=0)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
-from moe_jax.checks.streamed_layers import TABLE, BankCall, apply_layer, bank_calls
+from moe_jax.checks.streamed_layers import TABLE, BankCall, LinearInput, apply_layer, bank_calls, linear_inputs
 from moe_jax.distributed.sharding import batch_spec, leaf_spec
 from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.model_io.loading import TOWER
@@ -39,8 +39,8 @@ class PlacedLayer:
             paths[TABLE] = TABLE
         key = (layer, tuple((name, specs[path].dtype) for name, path in sorted(paths.items())))
         if key not in programs:
-            programs[key] = jax.jit(partial(_apply, config, layer)), jax.jit(partial(_pull, config, layer))
-        self._program, self._pull = programs[key]
+            programs[key] = tuple(jax.jit(partial(made, config, layer)) for made in (_apply, _pull, _see))
+        self._program, self._pull, self._see = programs[key]
         self._paths = paths
         self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
 
@@ -62,6 +62,18 @@ class PlacedLayer:
         y = np.asarray(y)[: len(x)]
         # Nothing is known of what stands at padding; if it were not finite, no mask would keep it away from the rest.
         return (y if valid is None else np.where(valid[:, :, None], y, 0)), calls
+
+    def moments(
+        self, x: Float[np.ndarray, "B L d"], size: int, valid: Bool[np.ndarray, "B L"]
+    ) -> tuple[dict[str, Float[Array, "i i"]], list[BankCall]]:
+        """Applies the layer as `apply` does, and returns what its linear maps are given.
+
+        Returns:
+          The sum over tokens of `x x^T` for the inputs x of every linear map outside the bank, by the path of its
+          kernel below the layer; those of one input are one array. And the calls of the bank.
+        """
+        by_input, calls = self._see(self._leaves, self._padded(x, size), self._valid(x, size, valid))
+        return {f"{path}/kernel": moment for paths, moment in by_input.items() for path in paths.split()}, calls
 
     def gradient_before(
         self,
@@ -117,6 +129,24 @@ def _apply(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[An
 def _pull(config: Any, layer: Any, leaves: Any, x: Any, valid: Any, gradient: Any) -> Any:
     _, pull = jax.vjp(lambda x: apply_layer(config, layer, leaves, x, None, lambda block: [], valid)[0], x)
     return pull(gradient)[0]
+
+
+def _see(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[dict[str, Array], list[BankCall]]:
+    """Returns moments by the paths of all linear maps that have the same input, with spaces between them."""
+
+    def watch(block: Any) -> list[Any]:
+        inputs = linear_inputs(block)  # first: what watches the bank stands before the modules
+        return [inputs, bank_calls(block)]
+
+    inputs, calls = apply_layer(config, layer, leaves, x, None, watch, valid)[1]
+    by_input: dict[int, list[LinearInput]] = {}
+    for one in inputs:
+        by_input.setdefault(id(one.x), []).append(one)
+    found = {}
+    for alike in by_input.values():
+        rows = alike[0].x.reshape(-1, alike[0].x.shape[-1]).astype(jnp.float32) * valid.reshape(-1, 1)
+        found[" ".join(one.path for one in alike)] = jnp.matmul(rows.T, rows, precision="highest")
+    return found, [call._replace(tokens=call.tokens.astype(jnp.bfloat16)) for call in calls]
 
 
 def open_states(file: Path, dtype: Any, shape: tuple[int, ...] | None) -> np.memmap:

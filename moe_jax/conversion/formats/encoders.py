@@ -15,7 +15,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -45,8 +45,15 @@ class Codes(NamedTuple):
     zeros: np.ndarray | None = None
 
 
-Quantise = Callable[[np.ndarray, int, int], Codes]
-"""`quantise(kernel, bits, group_size)`: returns the codes of a kernel float32[i, o]."""
+class Quantise(Protocol):
+    """Rounds kernels to whole numbers."""
+
+    def __call__(self, kernel: np.ndarray, bits: int, group_size: int, moment: np.ndarray | None = None) -> Codes:
+        """Returns the codes of a kernel float32[i, o].
+
+        Given the second moment float32[i, i] of its inputs, outputs change least; without it, the kernel does.
+        """
+        ...
 
 
 class Encoded(NamedTuple):
@@ -90,8 +97,11 @@ class Encoder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def encoded(self, matrix: np.ndarray, scales: np.dtype) -> Encoded:
-        """Rounds a matrix, Float32[out, in], of finite numbers."""
+    def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
+        """Rounds a matrix, Float32[out, in], of finite numbers.
+
+        Only whole numbers are chosen by the second moment of its inputs, Float32[in, in]; None: it is not known.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +144,9 @@ class WholeNumbers(Encoder):
             **({} if self.symmetric else zeros),
         }
 
-    def encoded(self, matrix: np.ndarray, scales: np.dtype) -> Encoded:
-        codes = self.quantise(np.ascontiguousarray(matrix.T), self.bits, self.group_size or _multiple(matrix.shape[1]))
+    def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
+        size = self.group_size or _multiple(matrix.shape[1])
+        codes = self.quantise(np.ascontiguousarray(matrix.T), self.bits, size, moment)
         tensors = self.tensors(codes, matrix.shape, scales)
         words, steps = self.stored(tensors)
         steps = np.repeat(steps.astype(np.float32), self.group_size or matrix.shape[1], axis=1)
@@ -184,7 +195,7 @@ class FP8(Encoder):
         grid = (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns))
         return {"": PlannedTensor("F8_E4M3", shape), "_scale": PlannedTensor("F32", grid)}
 
-    def encoded(self, matrix: np.ndarray, scales: np.dtype) -> Encoded:
+    def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
         rows, columns = self.block or (1, matrix.shape[1])
         most = _most(matrix, rows, columns)
         steps = np.where(most > 0, most / _FP8_MOST, 1).astype(np.float32)
@@ -255,7 +266,7 @@ class NVFP4(_FP4):
         steps = PlannedTensor("F8_E4M3", (shape[0], shape[1] // self.group))
         return {"_packed": self._packed(shape), "_scale": steps, "_global_scale": PlannedTensor("F32", (1,))}
 
-    def encoded(self, matrix: np.ndarray, scales: np.dtype) -> Encoded:
+    def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
         most = float(np.abs(matrix).max(initial=0))
         whole = np.float32(_FP8_MOST * _FP4_MOST / most if most > 0 else 1)
         local = np.clip(_most(matrix, 1, self.group) / _FP4_MOST * whole, 0, _FP8_MOST)
@@ -276,7 +287,7 @@ class MXFP4(_FP4):
     def planned(self, shape: tuple[int, int], scales: np.dtype) -> dict[str, PlannedTensor]:
         return {"_packed": self._packed(shape), "_scale": PlannedTensor("U8", (shape[0], shape[1] // self.group))}
 
-    def encoded(self, matrix: np.ndarray, scales: np.dtype) -> Encoded:
+    def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
         # The largest number of a group is to be below 6 steps after rounding: 2^2 is the highest power of two in e2m1.
         _, exponents = np.frexp(_most(matrix, 1, self.group) * np.float32(8 / 7))
         exponents = np.clip(exponents - 3, -127, 127)

@@ -26,10 +26,10 @@ from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.spec import ExportSpec, check_gguf_name
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Mapped
 from moe_jax.conversion.tensors import DTYPE_NAMES
-from moe_jax.conversion.to_hugging_face import LeafWriting, refuse_tuned
+from moe_jax.conversion.to_hugging_face import Calibrate, CalibratingPass, LeafWriting, refuse_tuned
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
-from moe_jax.core.terminal import ByteProgress, console_for_tables
+from moe_jax.core.terminal import ByteProgress, console_for_tables, progress_bars
 from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.byte_files import fingerprint_files
@@ -47,12 +47,14 @@ def export_gguf(
     dst: Path | str,
     spec: ExportSpec,
     *,
+    calibrate: Calibrate | None = None,
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
     """Writes a model as a GGUF file, in memory that does not grow with its size.
 
-    A dry run only prints the tensors with their types and sizes.
+    A dry run only prints the tensors with their types and sizes. With `calibrate`, K-quants are chosen by what linear
+    maps are given on a text.
 
     Raises:
       InputError: if no architecture of GGUF files can hold the model or its tokenizer, weights are not finite or too
@@ -82,13 +84,11 @@ def export_gguf(
     for line in (*plan.notes, *said_of_fallbacks(plan.tensors)):
         console.print(line, markup=False)
     if spec.imatrix is not None:
-        coded = [name for name, tensor in plan.tensors.items() if tensor.kind in K_LAYOUTS]
-        known = sum(name in importance for name in coded)
-        console.print(f"importance of inputs: known for {known} of {len(coded)} matrices in K-quants", markup=False)
+        _say_known(plan, importance, console)
     if dry_run:
         _print_tensors(plan.tensors, console)
         return
-    _write(source, dst, spec, plan, importance, console)
+    _write(source, dst, spec, plan, importance, calibrate, console)
 
 
 class _Plan(NamedTuple):
@@ -170,6 +170,7 @@ def _write(
     spec: ExportSpec,
     plan: _Plan,
     importance: Mapping[str, np.ndarray],
+    calibrate: Calibrate | None,
     console: Console,
 ) -> None:
     architecture = plan.description.architecture
@@ -179,7 +180,12 @@ def _write(
     options = {name: getattr(spec, name) for name in ("gguf_type", "dense_layers", "allow_nonfinite")}
     if spec.imatrix is not None:
         options |= {"imatrix": fingerprint_files([as_path(spec.imatrix)])}
-    job = job_of([*source.lineage, new_lineage_entry("export", {"format": "gguf", **options}, [source])])
+    read = [source, *([] if spec.calibrate is None else [as_path(spec.calibrate)])]
+    job = job_of([*source.lineage, new_lineage_entry("export", {"format": "gguf", **options}, read)])
+    if calibrate is not None:
+        with calibrate(plan.model.whole(), dst, job) as calibration:
+            importance = _measured(plan, calibration, console)
+        _say_known(plan, importance, console)
     with ByteProgress(console, "exporting", total) as progress:
         with FileWorkplace(dst, job) as work:
             with GGUFFile(work.file, header, plan.tensors, importance) as file:
@@ -201,6 +207,36 @@ def _write(
             _check_written(work.file, plan)
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+
+
+def _measured(plan: _Plan, calibration: CalibratingPass, console: Console) -> dict[str, np.ndarray]:
+    """Runs the model over a text; returns sums of the squares of inputs, Float32[experts, in], of K-quants by name."""
+    by_layer: dict[int | None, dict[str, str]] = {}
+    for path, pieces in plan.mapped.pieces.items():
+        name = pieces[0].tensor
+        if path.endswith("/kernel") and plan.tensors[name].kind in K_LAYOUTS:
+            layer = int(path.split("/")[1]) if path.startswith("layers/") else None
+            by_layer.setdefault(layer, {})[path] = name
+    found: dict[str, np.ndarray] = {}
+    total = plan.model.config.num_layers
+    with progress_bars(console) as progress:
+        for layer in [*range(total), None]:
+            progress("calibrating", total if layer is None else layer, total)
+            if layer is not None:
+                calibration.begin(layer)
+            for path, name in by_layer.get(layer, {}).items():
+                squares = np.stack(list(calibration.squares(path)))
+                if squares.shape[1] == plan.tensors[name].shape[-1]:  # others hold a kernel in another form
+                    found[name] = squares
+            if layer is not None:
+                calibration.finish({})
+    return found
+
+
+def _say_known(plan: _Plan, importance: Mapping[str, np.ndarray], console: Console) -> None:
+    coded = [name for name, tensor in plan.tensors.items() if tensor.kind in K_LAYOUTS]
+    known = sum(name in importance for name in coded)
+    console.print(f"importance of inputs: known for {known} of {len(coded)} matrices in K-quants", markup=False)
 
 
 def _check_written(file: Path, plan: _Plan) -> None:

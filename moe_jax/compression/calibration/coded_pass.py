@@ -1,0 +1,220 @@
+"""A pass over a text by a model whose layers are put in codes, one after another.
+
+While the codes of a layer are chosen, it is known what its linear maps are given on the text, by the layers before it
+as they are in codes: so later layers make up for the errors of earlier ones, as in GPTQ (arXiv 2210.17323, section
+4). Beside it the model runs as it was, so that at the end both losses on the text are known. Memory holds a layer
+before and after; the activations between two layers are a file, and a pass that was killed continues at its layer.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from moe_jax.checks.streamed_layers import EMBEDDING, apply_final_norm, text_loss
+from moe_jax.compression.calibration.calibration_rows import CalibrationRows
+from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
+from moe_jax.compression.calibration.expert_statistics import moments, squares
+from moe_jax.compression.calibration.placed_layer import PlacedLayer, batches_of, open_states
+from moe_jax.compression.calibration.recording import (
+    EYE,
+    NEXT,
+    NOT_YET_RECORDED,
+    LayerRows,
+    check_room,
+    inputs_file,
+    note_progress,
+)
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.core.errors import InputError
+from moe_jax.files.staging import ANALYSIS, Workplace
+from moe_jax.files.storage_path import as_path
+from moe_jax.model_io.model_source import ModelSource
+
+_HEAD = "lm_head/kernel"
+_WHOLE, _CODED = 0, 1  # of the two models whose activations a file has
+
+
+class Losses(NamedTuple):
+    """Negative log-likelihoods of the text, nats per token: of the model as it was, and in codes."""
+
+    before: float
+    after: float
+
+
+class CodedPass:
+    """The pass. Layers are asked for in order: `begin`, then `moments` or `squares` of its kernels, then `finish`.
+
+    Attributes:
+      next: the layer that comes next; those before are finished.
+    """
+
+    def __init__(self, source: ModelSource, rows: CalibrationRows, folder: Path, *, mesh: Mesh, batch_size: int = 8):
+        """Embeds the text, or continues an interrupted pass over the same one.
+
+        Args:
+          source: the model, with whole experts.
+          rows: of the text.
+          folder: of this pass alone.
+          mesh: devices that share the rows of a batch.
+          batch_size: rows computed at a time.
+
+        Raises:
+          InputError: if the model has an encoder, or there is no room on the disk.
+        """
+        source.config.check_no_encoder("a calibration")
+        self._source, self._rows, self._folder, self._mesh = source, rows, folder, mesh
+        config, tokens = source.config, rows.tokens.size
+        # Activations of two models before and after a layer, and the inputs of a bank.
+        needed = config.d_model * (4 * 2 * 2 * tokens + 2 * rows.count * bool(config.moe_layers))
+        check_room(folder, needed + eye_bytes(config, rows), f"a calibration on {rows.count} tokens takes")
+        self._size, self._batches = batches_of(len(rows), batch_size, mesh)
+        self._programs: dict[Any, Any] = {}
+        self._shape = (2, len(rows), rows.length, config.d_model)
+        self.next = int((folder / NEXT).read_text("utf-8")) if (folder / NEXT).is_file() else 0
+        if not (folder / NEXT).is_file():
+            states = self._states(0, to_fill=True)
+            embedded = embedded_rows(source, rows, self._batches, self._size, folder=folder / EYE, mesh=mesh)
+            for batch, x in embedded:
+                states[:, batch] = x
+            note_progress(folder, states, "0")
+
+    def begin(self, layer: int) -> None:
+        """Runs a layer on what the layers before it give in codes."""
+        assert layer == self.next, (layer, self.next)
+        self._layer = PlacedLayer(self._source, layer, self._mesh, self._programs)
+        self._moments: dict[str, Array] = {}
+        inputs, experts, weights, start = None, [], [], 0
+        if self._layer.moe:
+            inputs = open_states(inputs_file(self._folder, 0), np.uint16, (self._rows.count, self._shape[-1]))
+        states = self._states(layer)[_CODED]
+        with jax.set_mesh(self._mesh):
+            for batch in self._batches:
+                valid = self._rows.valid[batch]
+                found, calls = self._layer.moments(np.asarray(states[batch]), self._size, valid)
+                for path, moment in found.items():
+                    self._moments[path] = self._moments[path] + moment if path in self._moments else moment
+                for call in calls:
+                    assert inputs is not None
+                    counted = np.flatnonzero(valid)
+                    inputs[start : start + len(counted)] = np.asarray(call.tokens)[counted].view(np.uint16)
+                    start += len(counted)
+                    experts.append(np.asarray(call.routing.experts)[counted])
+                    weights.append(np.asarray(call.routing.weights)[counted])
+        self._experts: SourceLayer | None = None
+        if inputs is not None:
+            recorded = LayerRows(inputs.view(jnp.bfloat16), np.concatenate(experts), np.concatenate(weights))
+            calibration = NOT_YET_RECORDED._replace(rows=recorded)
+            self._experts = SourceLayer(self._source, layer, calibration=calibration)
+
+    def moments(self, path: str) -> Iterator[Float[np.ndarray, "i i"]]:
+        """Yields the second moment of what a kernel of the layer is given, or one for every expert; sums over tokens.
+
+        The head's are known when all layers are finished.
+        """
+        if path == _HEAD:
+            yield self._moment_of_head()
+        elif self._experts is not None and "/experts/" in path:
+            yield from moments(self._experts, _matrix(path))
+        else:
+            yield np.asarray(self._moments[_below(path)])
+
+    def squares(self, path: str) -> Iterator[Float[np.ndarray, " i"]]:
+        """Yields the diagonals of `moments`."""
+        if self._experts is not None and "/experts/" in path:
+            yield from squares(self._experts, _matrix(path))
+        else:
+            yield from (np.diagonal(moment) for moment in self.moments(path))
+
+    def finish(self, decoded: Mapping[str, np.ndarray]) -> None:
+        """Ends a layer, given the leaves that are in codes now, by their paths: what the codes stand for.
+
+        Raises:
+          InputError: if what the layer gives is not finite.
+        """
+        index = self.next
+        layers = [self._layer, self._layer.with_leaves({_below(path): leaf for path, leaf in decoded.items()})]
+        before, after = self._states(index), self._states(index + 1, to_fill=True)
+        with jax.set_mesh(self._mesh):
+            for model, layer in enumerate(layers if decoded else layers[:1]):
+                for batch in self._batches:
+                    y, _ = layer.apply(np.asarray(before[model, batch]), self._size, self._rows.valid[batch])
+                    if not np.isfinite(y).all():
+                        raise InputError(f"calibration: what layer {index} gives is not finite; mend the model")
+                    after[model, batch] = y
+        if not decoded:
+            after[_CODED] = after[_WHOLE]
+        del self._layer, self._moments, self._experts
+        self.next = index + 1
+        note_progress(self._folder, after, str(self.next))
+
+    def losses(self, decoded: Mapping[str, np.ndarray]) -> Losses:
+        """Returns the losses on the text after the last layer, given the head if that is in codes."""
+        whole = self._last_leaves()
+        found = []
+        states = self._states(self.next)
+
+        @jax.jit
+        def of_window(leaves: Any, x: Array, targets: Array, weights: Array) -> Array:
+            return text_loss(self._source.config, leaves, x[None], targets[None], weights[None])
+
+        for model, leaves in ((_WHOLE, whole), (_CODED, whole | decoded)):
+            placed, total = jax.tree.map(jnp.asarray, dict(leaves)), 0.0
+            for x, targets, weights in zip(states[model], self._rows.targets, self._rows.weights, strict=True):
+                total += float(of_window(placed, np.asarray(x), targets, weights))
+            found.append(total / max(float(self._rows.weights.sum()), 1.0))
+        return Losses(*found)
+
+    def _moment_of_head(self) -> Float[np.ndarray, "d d"]:
+        config, leaves = self._source.config, jax.tree.map(jnp.asarray, self._last_leaves())
+        total = jnp.zeros((config.d_model,) * 2, jnp.float32)
+
+        @jax.jit
+        def of_batch(leaves: Any, x: Array, valid: Array) -> Array:
+            rows = apply_final_norm(config, leaves, x).reshape(-1, config.d_model) * valid.reshape(-1, 1)
+            return jnp.matmul(rows.T, rows, precision="highest")
+
+        states = self._states(self.next)[_CODED]
+        for batch in self._batches:
+            total = total + of_batch(leaves, np.asarray(states[batch]), self._rows.valid[batch])
+        return np.asarray(total)
+
+    def _last_leaves(self) -> dict[str, np.ndarray]:
+        names = ("final_norm/", "lm_head/", *([EMBEDDING] if self._source.config.tie_embeddings else []))
+        return {path: self._source.read(path) for path in self._source.specs() if path.startswith(names)}
+
+    def _states(self, layer: int, *, to_fill: bool = False) -> np.memmap:
+        """Opens the inputs of a layer: of the whole model, and of the one in codes."""
+        file = self._folder / f"states{layer % 2}.npy"
+        return open_states(file, np.float32, self._shape if to_fill else None)
+
+
+@contextlib.contextmanager
+def begun_pass(source: ModelSource, dst: Path, job: Any, *, rows: CalibrationRows, mesh: Mesh) -> Iterator[CodedPass]:
+    """Begins the pass of a job that writes `dst`, in a folder beside it, or continues one that was killed.
+
+    If `dst` is in a bucket, the folder is a temporary one, and an interrupted pass begins anew.
+    """
+    on_disk = as_path(dst).on_disk
+    if on_disk is None:
+        with tempfile.TemporaryDirectory(prefix="moe_jax_calibration_") as folder:
+            yield CodedPass(source, rows, Path(folder), mesh=mesh)
+        return
+    with Workplace(on_disk, [job, rows.digest()], suffix=ANALYSIS) as work:
+        yield CodedPass(source, rows, work.folder, mesh=mesh)
+
+
+def _below(path: str) -> str:
+    """Returns a path below its layer."""
+    return path.split("/", 2)[2]
+
+
+def _matrix(path: str) -> str:
+    return path.removesuffix("/kernel").rpartition("/")[2]
