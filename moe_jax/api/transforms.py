@@ -29,9 +29,9 @@ from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.gguf.to_gguf import export_gguf as _export_gguf
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
-from moe_jax.conversion.to_hugging_face import Calibrate
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
+from moe_jax.conversion.writing.leaf_writing import Calibrate
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import shows_work
 from moe_jax.data.pictures.picture_sources import MARK

@@ -82,7 +82,7 @@ class LinearInput(NamedTuple):
 
 
 def linear_inputs(block: Any) -> list[Any]:
-    """A `Watch` that records the `LinearInput` of every linear map, but for those of routers, banks and PEFT experts."""
+    """A `Watch` that records the `LinearInput` of every linear map but those of routers, banks and PEFT experts."""
     seen: list[Any] = []
 
     def watched(path: str, linear: Linear) -> Callable[..., Array]:

@@ -20,11 +20,11 @@ from rich.console import Console
 from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
-from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.table import FUSED
 from moe_jax.conversion.tensors import DTYPE_NAMES
+from moe_jax.conversion.writing.model_card import model_card
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.terminal import console_for_tables

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import moe_jax
-from moe_jax.conversion.model_card import model_card
+from moe_jax.conversion.writing.model_card import model_card
 from moe_jax.model_io.portable_lineage import without_places
 from tests.support.dense_models import dense_config, random_leaves, write_model
 

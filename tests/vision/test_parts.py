@@ -12,7 +12,7 @@ import moe_jax
 from moe_jax.checks.step0 import Probe, probe_pictures, probe_tokens
 from moe_jax.checks.streamed_model import StreamedModel
 from moe_jax.commands import cli
-from moe_jax.conversion.model_card import model_card
+from moe_jax.conversion.writing.model_card import model_card
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import disk_paths, load_model, model_leaves
 from moe_jax.nn.projector import tokens_per_picture

@@ -165,7 +165,7 @@ class CodedPass:
         def of_window(leaves: Any, x: Array, targets: Array, weights: Array) -> Array:
             return text_loss(self._source.config, leaves, x[None], targets[None], weights[None])
 
-        for model, leaves in ((_WHOLE, whole), (_CODED, whole | decoded)):
+        for model, leaves in ((_WHOLE, whole), (_CODED, whole | dict(decoded))):
             placed, total = jax.tree.map(jnp.asarray, dict(leaves)), 0.0
             for x, targets, weights in zip(states[model], self._rows.targets, self._rows.weights, strict=True):
                 total += float(of_window(placed, np.asarray(x), targets, weights))

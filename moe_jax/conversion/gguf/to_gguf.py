@@ -26,7 +26,8 @@ from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.spec import ExportSpec, check_gguf_name
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Mapped
 from moe_jax.conversion.tensors import DTYPE_NAMES
-from moe_jax.conversion.to_hugging_face import Calibrate, CalibratingPass, LeafWriting, refuse_tuned
+from moe_jax.conversion.to_hugging_face import refuse_tuned
+from moe_jax.conversion.writing.leaf_writing import Calibrate, CalibratingPass, LeafWriting
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables, progress_bars
