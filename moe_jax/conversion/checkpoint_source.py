@@ -118,6 +118,7 @@ def _shape_problems(
 
 
 CHUNK_BYTES = 8 << 20  # that each thread reads at a time
+_DECODED_BYTES = 1 << 20  # that are decoded at a time, and are still in the cache when they are cast
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -254,11 +255,20 @@ class CheckpointSource(abc.ABC):
         if not piece.transpose and as_stored and target.dtype == DTYPES[entry.dtype]:
             self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
             return
-        rows = cast(piece.leaf, self._rows(entry, piece, start, stop), target.dtype)
+        rows = self._cast_rows(entry, piece, start, stop, target.dtype)
         if piece.transpose:
             copy_transposed(rows, target[:, start:stop])
         else:
             target[start:stop] = rows
+
+    def _cast_rows(self, entry: TensorEntry, piece: Piece, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+        if entry.coded is None or not entry.coded.codes.is_by_rows or dtype == np.float32:
+            return cast(piece.leaf, self._rows(entry, piece, start, stop), dtype)
+        rows = np.empty((stop - start, *piece.shape[1:]), dtype)
+        for first, last in row_chunks(rows.shape, DTYPES[entry.dtype].itemsize, _DECODED_BYTES):
+            decoded = self._rows(entry, piece, start + first, start + last)
+            rows[first:last] = cast(piece.leaf, decoded, dtype)
+        return rows
 
     def _rows(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
         row = math.prod(piece.shape[1:])
@@ -312,8 +322,8 @@ class CheckpointSource(abc.ABC):
         )
 
 
-def row_chunks(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Cuts the rows of a tensor into runs of about `CHUNK_BYTES`."""
+def row_chunks(shape: tuple[int, ...], itemsize: int, nbytes: int | None = None) -> list[tuple[int, int]]:
+    """Cuts the rows of a tensor into runs of about `nbytes`, by default `CHUNK_BYTES`."""
     row_bytes = max(1, math.prod(shape[1:]) * itemsize)
-    step = max(1, CHUNK_BYTES // row_bytes)
+    step = max(1, (nbytes or CHUNK_BYTES) // row_bytes)
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
