@@ -66,7 +66,7 @@ class GGUFModel(CheckpointSource):
                 for name in (f"blk.{i}.attn_{which}.weight", f"blk.{i}.attn_{which}.bias"):
                     if name in tensors:
                         tensors[name] = tensors[name]._replace(interleaved=heads)
-        leaves, table = leaf_specs(self.config), self._architecture.table
+        leaves, table = leaf_specs(self.config), self._architecture.table_of(self.config, self._tensors)
         return match_weights(tensors, self.config, leaves, str(self.path), table=table, described_by="metadata")
 
     @property
