@@ -207,9 +207,7 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
             offset += math.prod(piece_shape)
 
 
-def _apply_heads(
-    row: Row, heads: Heads, path: str, i: int | None, leaves: Mapping[str, Any], mapped: Mapped
-) -> None:
+def _apply_heads(row: Row, heads: Heads, path: str, i: int | None, leaves: Mapping[str, Any], mapped: Mapped) -> None:
     """Adds the mapping of layer `i` by a row that has some columns of every head of its leaf."""
     rows, columns = leaves[path].shape
     assert columns == heads.count * heads.width, (row, columns)

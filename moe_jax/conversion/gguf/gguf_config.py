@@ -10,8 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.gguf.gguf_architectures import architecture_of
-from moe_jax.conversion.gguf.gguf_description import EMBEDDING, KEYS, ROPE_FACTORS, YARN_MAGNITUDE, Metadata
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.architectures.gguf_description import (
+    EMBEDDING,
+    KEYS,
+    ROPE_FACTORS,
+    YARN_MAGNITUDE,
+    Metadata,
+)
 from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, raise_if_any, shown
 

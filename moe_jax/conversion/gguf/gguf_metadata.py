@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.gguf.gguf_architectures import architecture_for
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_for
+from moe_jax.conversion.gguf.architectures.gguf_description import KEYS, ROPE_FACTORS, Architecture
 from moe_jax.conversion.gguf.gguf_config import as_stored, hugging_face_config, llama3_factors
-from moe_jax.conversion.gguf.gguf_description import KEYS, ROPE_FACTORS, Architecture
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.hf_config import differences, read_hf_config, write_hf_config
 from moe_jax.conversion.tensors import TensorEntry

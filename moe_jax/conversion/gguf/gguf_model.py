@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
-from moe_jax.conversion.gguf.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.architectures.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.gguf_config import hugging_face_config
-from moe_jax.conversion.gguf.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.hf_config import read_hf_config

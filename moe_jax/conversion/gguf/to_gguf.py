@@ -12,8 +12,8 @@ import numpy as np
 import rich.table
 from rich.console import Console
 
-from moe_jax.conversion.gguf.gguf_architectures import holds_dense
-from moe_jax.conversion.gguf.gguf_description import ROPE_FACTORS
+from moe_jax.conversion.gguf.architectures.gguf_architectures import holds_dense
+from moe_jax.conversion.gguf.architectures.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.gguf_file import GGUFFile, header_of, plain_dtype
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.gguf.gguf_metadata import Described, check_read_back, described, row_orders, tensor_shapes

@@ -11,9 +11,9 @@ import pytest
 from moe_jax.api.open_source import open_source, read_config  # noqa: E402
 from moe_jax.commands.cli import main  # noqa: E402
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_source  # noqa: E402
-from moe_jax.conversion.gguf.gguf_architectures import architecture_of  # noqa: E402
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_of  # noqa: E402
+from moe_jax.conversion.gguf.architectures.gguf_description import Metadata  # noqa: E402
 from moe_jax.conversion.gguf.gguf_config import llama3_factors  # noqa: E402
-from moe_jax.conversion.gguf.gguf_description import Metadata  # noqa: E402
 from moe_jax.conversion.gguf.gguf_header import BLOCKS  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.functional.position_embeddings import rope_tables  # noqa: E402

@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from moe_jax.conversion.gguf.gguf_vocabulary import PIECES, tokenizer_of
+from moe_jax.conversion.gguf.gguf_cuts import PIECES
+from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.core.errors import InputError
 
 TEXTS = (

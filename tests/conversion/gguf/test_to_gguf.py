@@ -11,7 +11,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.commands.cli import main
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory
 from moe_jax.conversion.gguf import gguf_model
-from moe_jax.conversion.gguf.gguf_architectures import ARCHITECTURES
+from moe_jax.conversion.gguf.architectures.gguf_architectures import ARCHITECTURES
 from moe_jax.core.errors import InputError
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.gguf_files import tensors_of

@@ -1,4 +1,4 @@
-"""The architecture of DeepSeek-V2 and V3 in GGUF files: latent attention, and MoEs with shared experts above dense layers.
+"""The architecture of DeepSeek-V2 and V3 in GGUF files: latent attention, and MoEs with shared experts over dense FFNs.
 
 Files hold the map from the latent to keys and values as two stacks with a matrix for each head: `attn_k_b`, which maps
 queries to the latent, and `attn_v_b`. Attention is then described as it is computed, with one key that all heads share.
@@ -8,7 +8,7 @@ Older files hold it whole, as `attn_kv_b`, and describe as many keys as heads. W
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moe_jax.conversion.gguf.gguf_description import (
+from moe_jax.conversion.gguf.architectures.gguf_description import (
     EMBEDDING_ROW,
     EXPERTS,
     FFN,

@@ -8,7 +8,8 @@ tensors differ.
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.conversion.gguf.gguf_description import (
+from moe_jax.conversion.gguf.architectures.gguf_deepseek import DEEPSEEK
+from moe_jax.conversion.gguf.architectures.gguf_description import (
     ATTENTION,
     EMBEDDING_ROW,
     EXPERTS,
@@ -24,8 +25,7 @@ from moe_jax.conversion.gguf.gguf_description import (
     Architecture,
     Metadata,
 )
-from moe_jax.conversion.gguf.gguf_deepseek import DEEPSEEK
-from moe_jax.conversion.gguf.gguf_gemma import GEMMA
+from moe_jax.conversion.gguf.architectures.gguf_gemma import GEMMA
 from moe_jax.conversion.table import FUSED, PER_EXPERT, joined_qkv, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import ModelConfig
