@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -233,4 +234,5 @@ def _print_tensors(tensors: Mapping[str, Planned], console: Console) -> None:
         table.add_row(name, f"x{len(alike)}", "x".join(map(str, shape)), kind, show_bytes(size))
     console.print(table)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    console.print(f"{len(tensors)} tensors, {show_bytes(total)}")
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    console.print(f"{len(tensors)} tensors, {parameters:,} parameters, {show_bytes(total)}")

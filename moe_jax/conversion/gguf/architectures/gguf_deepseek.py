@@ -36,22 +36,27 @@ def _config(metadata: Metadata) -> dict[str, Any]:
     """Returns the keys of DeepSeek-V3, whose scores of experts are sigmoids, or of V2."""
     metadata.must_be("expert_gating_func", _SOFTMAX, 0, _SIGMOID)
     is_v3 = metadata.get("expert_gating_func") == _SIGMOID
-    experts, shared = metadata.number("expert_count", 0), metadata.number("expert_shared_count", 0)
-    groups, used = (metadata.number(key, 1) or 1 for key in ("expert_group_count", "expert_group_used_count"))
-    keys = _read_attention(metadata) | {
+    keys = {"model_type": "deepseek_v3" if is_v3 else "deepseek_v2", **_read_attention(metadata)}
+    keys |= {
         "first_k_dense_replace": metadata.number("leading_dense_block_count", 0),
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
-        "n_routed_experts": experts or None,
-        "n_shared_experts": shared or None,
-        "num_experts_per_tok": metadata.number("expert_used_count", 0 if not experts else None),
+        "n_routed_experts": metadata.number("expert_count", 0) or None,
+        "n_shared_experts": metadata.number("expert_shared_count", 0) or None,
+    }
+    return keys | (_read_choice(metadata, is_v3=is_v3) if keys["n_routed_experts"] else {})
+
+
+def _read_choice(metadata: Metadata, *, is_v3: bool) -> dict[str, Any]:
+    """Returns the keys about how experts are chosen and weighted."""
+    groups, used = (metadata.number(key, 1) or 1 for key in ("expert_group_count", "expert_group_used_count"))
+    return {
+        "num_experts_per_tok": metadata.number("expert_used_count"),
         "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0) or 1.0,
         "norm_topk_prob": metadata.get("expert_weights_norm", False),
         "n_group": groups,
         "topk_group": used,
+        **({} if is_v3 else {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"}),
     }
-    if is_v3:
-        return {"model_type": "deepseek_v3", **keys}
-    return {"model_type": "deepseek_v2", "topk_method": "greedy" if groups == 1 else "group_limited_greedy", **keys}
 
 
 def _read_attention(metadata: Metadata) -> dict[str, Any]:
