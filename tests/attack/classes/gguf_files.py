@@ -1,10 +1,11 @@
 """GGUF files: bytes of their headers, metadata and tensors that say something else, and what would exhaust a reader."""
 
 import json
+import math
 import random
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,6 @@ class Original(NamedTuple):
 
 
 def _original() -> Original:
-    rng = np.random.default_rng(0)
     tokens = ["<unk>", "<s>", "</s>", *map(chr, range(97, 97 + _VOCAB - 3))]
     pairs: list[tuple[str, int, Any]] = [
         ("general.architecture", 8, "llama"),
@@ -66,14 +66,62 @@ def _original() -> Original:
         "blk.0.attn_v.weight": (16, _D), "blk.0.attn_output.weight": (_D, _D), "blk.0.ffn_gate.weight": (_F, _D),
         "blk.0.ffn_up.weight": (_F, _D), "blk.0.ffn_down.weight": (_D, _F),
     }  # fmt: skip
+    return _with_tensors(pairs, shapes)
+
+
+def _with_tensors(pairs: list[tuple[str, int, Any]], shapes: Mapping[str, tuple[int, ...]]) -> Original:
+    """Random numbers: down projections in blocks, attention in halves, the rest in float32."""
+    rng = np.random.default_rng(0)
     infos, data = [], b""
     for name, shape in shapes.items():
-        kind = 8 if "ffn_down" in name else 1 if "attn" in name and len(shape) == 2 else 0
+        kind = 8 if "ffn_down" in name else 1 if "attn" in name and len(shape) > 1 else 0
         values = rng.normal(size=shape).astype(np.float16 if kind == 1 else np.float32)
-        stored = rng.integers(0, 60, shape[0] * shape[-1] // 32 * 34, np.uint8) if kind == 8 else values
+        stored = rng.integers(0, 60, math.prod(shape) // 32 * 34, np.uint8) if kind == 8 else values
         infos.append((name, shape, kind, len(data)))
         data += stored.tobytes() + b"\0" * (-stored.nbytes % 32)
     return Original(pairs, infos, data)
+
+
+def _latent() -> Original:
+    """A small DeepSeek-V3 of one dense layer and one MoE."""
+    rank, queries, rotated, unrotated, values, experts = 16, 24, 4, 8, 12, 4
+    numbers = {
+        "context_length": 64, "embedding_length": _D, "block_count": 2, "feed_forward_length": _F,
+        "attention.head_count": _HEADS, "attention.head_count_kv": 1, "attention.q_lora_rank": queries,
+        "attention.kv_lora_rank": rank, "attention.key_length": rank + rotated, "attention.value_length": rank,
+        "attention.key_length_mla": unrotated + rotated, "attention.value_length_mla": values,
+        "rope.dimension_count": rotated, "leading_dense_block_count": 1, "expert_count": experts,
+        "expert_used_count": 2, "expert_shared_count": 1, "expert_feed_forward_length": _F, "expert_gating_func": 2,
+        "expert_group_count": 2, "expert_group_used_count": 1, "rope.scaling.original_context_length": 32,
+    }  # fmt: skip
+    pairs: list[tuple[str, int, Any]] = [
+        ("general.architecture", 8, "deepseek2"),
+        *((f"deepseek2.{key}", 4, value) for key, value in numbers.items()),
+        ("deepseek2.attention.layer_norm_rms_epsilon", 6, 1e-5),
+        ("deepseek2.expert_weights_scale", 6, 2.5),
+        ("deepseek2.expert_weights_norm", 7, True),
+        ("deepseek2.rope.scaling.type", 8, "yarn"),
+        ("deepseek2.rope.scaling.factor", 6, 4.0),
+        ("deepseek2.rope.scaling.yarn_log_multiplier", 6, 0.1),
+    ]
+    attention = {
+        "attn_norm": (_D,), "ffn_norm": (_D,), "attn_q_a": (queries, _D), "attn_q_a_norm": (queries,),
+        "attn_q_b": (_HEADS * (unrotated + rotated), queries), "attn_kv_a_mqa": (rank + rotated, _D),
+        "attn_kv_a_norm": (rank,), "attn_k_b": (_HEADS, rank, unrotated), "attn_v_b": (_HEADS, values, rank),
+        "attn_output": (_D, _HEADS * values),
+    }  # fmt: skip
+    dense = {"ffn_gate": (_F, _D), "ffn_up": (_F, _D), "ffn_down": (_D, _F)}
+    moe = {
+        **{f"{name}_exps": (experts, *shape) for name, shape in dense.items()},
+        **{f"{name}_shexp": shape for name, shape in dense.items()},
+        "ffn_gate_inp": (experts, _D),
+    }
+    blocks = {0: attention | dense, 1: attention | moe}
+    shapes = {
+        "token_embd.weight": (_VOCAB, _D), "output_norm.weight": (_D,), "blk.1.exp_probs_b.bias": (experts,),
+        **{f"blk.{i}.{name}.weight": shape for i, block in blocks.items() for name, shape in block.items()},
+    }  # fmt: skip
+    return _with_tensors(pairs, shapes)
 
 
 _WORDS = (
@@ -256,6 +304,8 @@ ATTACKS = (
            wrong=_differs_from_package, quick=100, share=250),
     Attack(name=f"{FILE}: metadata", original=_original, make=_mutate_metadata, read=_read, wrong=_differs, quick=100,
            share=250),
+    Attack(name=f"{FILE}: metadata of latents", original=_latent, make=_mutate_metadata, read=_read, wrong=_differs,
+           quick=60, share=150),
     Attack(name=f"{FILE}: tensors", original=_original, make=_mutate_tensors, read=_read_tensors,
            wrong=_differs_from_package, quick=60, share=150),
     Attack(name=f"{FILE}: exhausting", original=_original, make=_exhaust, read=_read, wrong=_differs, quick=6),

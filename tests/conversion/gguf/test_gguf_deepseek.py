@@ -150,6 +150,7 @@ def test_true_shapes_of_deepseek_v3():
         ({"metadata": {"deepseek2.attention.key_length": 12}}, "key_length is 12, only 20"),
         ({"metadata": {"deepseek2.attention.value_length": 12}}, "value_length is 12, only 16"),
         ({"metadata": {"deepseek2.attention.key_length_mla": 4}}, "dimension_count is 4, but"),
+        ({"metadata": {"deepseek2.attention.head_count": 2**31}}, r"attn_k_b.weight has shape .4, 16, 8., expected"),
         ({"metadata": {"deepseek2.attention.kv_lora_rank": "x"}}, "kv_lora_rank is 'x', expected"),
         ({"metadata": {"deepseek2.attention.kv_lora_rank": 16.5}}, "only 20.5 is"),
         ({"metadata": {"deepseek2.attention.q_lora_rank": -3}}, "q_rank"),
@@ -169,6 +170,12 @@ def test_faults_of_metadata_are_one_line(tmp_path, change, message):
     with pytest.raises(InputError, match=message) as caught:
         GGUFModel(path)
     assert len(str(caught.value).splitlines()) == 1 and str(path) in str(caught.value)
+
+
+def test_a_file_without_any_map_from_the_latent(tmp_path):
+    tensors = {name: values for name, values in random_tensors(V2).items() if "kv_b_proj" not in name}
+    with pytest.raises(InputError, match="attn_k_b.weight is missing"):
+        GGUFModel(write_gguf(tmp_path / "m.gguf", V2, tensors))
 
 
 @pytest.mark.parametrize(

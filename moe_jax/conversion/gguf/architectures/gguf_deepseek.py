@@ -63,7 +63,8 @@ def _read_attention(metadata: Metadata) -> dict[str, Any]:
     heads, rank = metadata.number("attention.head_count"), metadata.number("attention.kv_lora_rank")
     rotated = metadata.number("rope.dimension_count")
     metadata.must_be("rope.scaling.yarn_attn_factor", 1.0)
-    if metadata.has(f"{_WHOLE}.weight"):
+    whole, keys = (metadata.shape(f"blk.0.{name}.weight") for name in (_WHOLE, _KEYS))
+    if whole is not None:
         metadata.must_be("attention.head_count_kv", heads)
         head_dim, value_dim = (metadata.number(f"attention.{one}_length") for one in ("key", "value"))
     else:
@@ -76,6 +77,11 @@ def _read_attention(metadata: Metadata) -> dict[str, Any]:
             f"{metadata.full_name('rope.dimension_count')} is {shown(rotated)}, but keys are {shown(head_dim)} wide, "
             "and a part of them is not rotated"
         )
+    # Before a run of elements is planned for every head that the file speaks of.
+    expected = (heads, rank, head_dim - rotated)
+    if whole is None and keys != expected:
+        found = "is missing" if keys is None else f"has shape {shown(list(keys))}"
+        raise InputError(f"blk.0.{_KEYS}.weight {found}, expected {shown(list(expected))}, as the metadata say")
     return {
         "num_key_value_heads": heads,
         "q_lora_rank": metadata.number("attention.q_lora_rank", 0) or None,

@@ -58,6 +58,10 @@ class Metadata:
         """Whether the first layer has a tensor of one of these names."""
         return any(f"blk.0.{name}" in self._tensors for name in names)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor; None: there is none of this name."""
+        return self._tensors[name].shape if name in self._tensors else None
+
     def must_be(self, key: str, *values: Any) -> None:
         """Raises `InputError` unless the key has one of these values, or is left out."""
         found = self.get(key, values[0])
