@@ -13,6 +13,7 @@ import numpy as np
 
 from moe_jax.conversion import GGUFModel
 from moe_jax.conversion.gguf.gguf_header import read_gguf_header
+from moe_jax.conversion.gguf.imatrix import read_imatrix, write_imatrix
 from moe_jax.conversion.tensors import TensorFiles
 from moe_jax.models.serialize import config_to_json
 from tests.attack.attacks import Attack
@@ -299,7 +300,51 @@ def _differs_from_package(original: Original, folder: Path, read: Leaves) -> str
     return None
 
 
+_IMATRIX = {"blk.0.ffn_up_exps.weight": (3, 4, 8), "blk.0.attn_q.weight": (8, 8)}
+
+
+def _imatrices() -> dict[str, bytes]:
+    """An imatrix in both forms."""
+    rng = np.random.default_rng(0)
+    squares = {
+        name: rng.random((shape[0] if len(shape) == 3 else 1, shape[-1]), np.float32)
+        for name, shape in _IMATRIX.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "imatrix.gguf"
+        counts = {name: np.full(len(one), 4, np.float32) for name, one in squares.items()}
+        write_imatrix(file, squares, counts, datasets=["text"], chunk_count=2, chunk_size=64)
+        newer = file.read_bytes()
+    older = struct.pack("<i", len(squares))
+    for name, one in squares.items():
+        text = name.encode()
+        older += struct.pack("<i", len(text)) + text + struct.pack("<ii", 4, one.size) + one.tobytes()
+    return {"imatrix.gguf": newer, "imatrix.dat": older + struct.pack("<ii", 2, 4) + b"text"}
+
+
+def _mutate_imatrix(chance: random.Random, original: dict[str, bytes], folder: Path) -> None:
+    name = chance.choice(sorted(original))
+    (folder / name).write_bytes(mutated_bytes(chance, original[name]))
+
+
+def _read_imatrix(folder: Path, out: Path) -> Leaves:
+    (file,) = folder.iterdir()
+    return read_imatrix(file, _IMATRIX)
+
+
+def _no_moments(original: dict[str, bytes], folder: Path, read: Leaves) -> str | None:
+    for name, moments in read.items():
+        shape = _IMATRIX[name]
+        if moments.shape != (shape[0] if len(shape) == 3 else 1, shape[-1]):
+            return f"{name} has shape {moments.shape}"
+        if not (np.isfinite(moments).all() and (moments >= 0).all()):
+            return f"{name} holds no second moments"
+    return None
+
+
 ATTACKS = (
+    Attack(name="imatrix: bytes", original=_imatrices, make=_mutate_imatrix, read=_read_imatrix, wrong=_no_moments,
+           quick=100, share=150),
     Attack(name=f"{FILE}: bytes of the header", original=_original, make=_mutate_bytes, read=_read_tensors,
            wrong=_differs_from_package, quick=100, share=250),
     Attack(name=f"{FILE}: metadata", original=_original, make=_mutate_metadata, read=_read, wrong=_differs, quick=100,
