@@ -335,14 +335,10 @@ class LeafWriting:
                 if not self.allow_nonfinite:
                     check_finite(name, part, REMEDY)
                 check_fits(name, part, dtype)
-                before, writing = (
-                    writing,
-                    [
-                        pool.submit(self._write_rows, part, piece, rows, dtype)
-                        for piece in waiting.pop(expert)
-                        for rows in row_chunks(piece.shape, dtype.itemsize)
-                    ],
-                )
+                chunks = [
+                    (piece, rows) for piece in waiting.pop(expert) for rows in row_chunks(piece.shape, dtype.itemsize)
+                ]
+                before, writing = writing, [pool.submit(self._write_rows, part, *chunk, dtype) for chunk in chunks]
                 for future in before:
                     future.result()
             for future in writing:
