@@ -38,6 +38,30 @@ AWKWARD = (
     "1234567890 0x1F 1e-5",
     "",
 )
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+YARN: dict[str, Any] = {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "max_position_embeddings": 128,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -49,6 +73,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", **YARN},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, **YARN},
 }
 SMALL = {
     "vocab_size": 256,
@@ -172,6 +198,9 @@ def small_row(kind: str, folder: Path) -> list[Any]:
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **keys))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.1)
     checkpoint, file = folder / kind, folder / f"{kind}.gguf"
     model.save_pretrained(checkpoint, save_original_format=True)
     moe_jax.export(checkpoint, file, format="gguf")

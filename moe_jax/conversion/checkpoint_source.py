@@ -95,7 +95,7 @@ def match_weights(
     problems += _shape_problems(tensors, expected, described_by)
     if not problems:  # a leaf that is stacked from several dtypes could not hold them bit for bit
         entries = {leaf: [tensors[piece.tensor] for piece in pieces] for leaf, pieces in mapped.pieces.items()}
-        whole = {leaf: found for leaf, found in entries.items() if all(entry.coded is None for entry in found)}
+        whole = {leaf: found for leaf, found in entries.items() if not any(entry.is_quantized for entry in found)}
         dtypes = {leaf: {entry.dtype for entry in found} for leaf, found in whole.items()}
         mixed = {leaf: ", ".join(sorted(found)) for leaf, found in dtypes.items() if len(found) > 1}
         problems = [f"{leaf} would be stacked from tensors of dtypes {found}" for leaf, found in mixed.items()]
@@ -200,9 +200,11 @@ class CheckpointSource(abc.ABC):
         first = pieces[0]
         shape = first.shape[::-1] if first.transpose else first.shape
         shape = shape if first.expert is None else (len(pieces), *shape)
+        if ends := [piece.columns[1] for piece in pieces if piece.columns is not None]:
+            shape = (shape[0], max(ends))
         entries = [self.weights.tensors[piece.tensor] for piece in pieces]
         # Of experts that are in codes but for some, the codes are the ones that need float32.
-        entry = next((entry for entry in entries if entry.coded is not None), entries[0])
+        entry = next((entry for entry in entries if entry.is_quantized), entries[0])
         return jax.ShapeDtypeStruct(shape, DTYPES[entry.dtype])
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
@@ -252,6 +254,8 @@ class CheckpointSource(abc.ABC):
         target = out if piece.expert is None else out[piece.expert]
         entry = self.weights.tensors[piece.tensor]
         as_stored = entry.strides is None and entry.interleaved is None and entry.coded is None and not entry.added
+        if piece.columns is not None:
+            target, as_stored = target[:, slice(*piece.columns)], False
         if not piece.transpose and as_stored and target.dtype == DTYPES[entry.dtype]:
             self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
             return

@@ -7,7 +7,7 @@ while they are written, never a whole layer at once.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -36,15 +36,17 @@ NARROWEST = 1
 _EMBEDDING, _HEAD = "embed/embedding", "lm_head/kernel"
 
 
-def exported_config(config: ModelConfig, *, replicate_dense: bool, all_moe: bool = False) -> ModelConfig:
+def exported_config(
+    config: ModelConfig, *, replicate_dense: bool, all_moe: Callable[[str], bool] = lambda family: False
+) -> ModelConfig:
     """Returns the config of a model after merging, in the family whose format can hold it.
 
     A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
     MoE layers the model moves to the first of the family's `moe_formats` that can hold it; if that has no dense layers,
     they become MoEs of equal experts, if `replicate_dense`. Merged experts are repeated, one for each output of the
     router. Narrower experts, and universal FFNs, are padded to the largest width in any layer with zero neurons, which
-    add nothing because act(0) = 0. With `all_moe`, the format is written without dense layers beside MoEs, even if it
-    could have them.
+    add nothing because act(0) = 0. `all_moe` says of which families the format is written without dense layers beside
+    MoEs, even if it could have them.
 
     Raises:
       InputError: if no format holds the model.
@@ -79,10 +81,12 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool, all_moe: bool
     )
 
 
-def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool, all_moe: bool) -> ModelConfig:
+def _in_form_of(
+    config: ModelConfig, family: Family, *, replicate_dense: bool, all_moe: Callable[[str], bool]
+) -> ModelConfig:
     """Converts the model to the form of a format; raises `InputError` if dense layers cannot, or must not, be MoEs."""
     moes = [config.moe(i) for i in config.moe_layers]
-    holds_dense = family.holds_dense_layers and not all_moe
+    holds_dense = family.holds_dense_layers and not all_moe(family.name)
     dense = [] if holds_dense else [i for i in range(config.num_layers) if i not in config.moe_layers]
     if dense and not replicate_dense:
         raise InputError(

@@ -4,14 +4,15 @@ A table is a tuple of rows. A row maps a tensor of the Hugging Face checkpoint t
 
     Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
 
-`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are five operations,
+`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are six operations,
 and each works in both directions:
 
 - rename: always;
 - transpose: the tensor is [out, in], the leaf [in, out];
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
 - join: a row with several leaves is a fused tensor, the leaves joined along the rows of the tensor;
-- reshape: a row with a `shape` has a tensor of other axes.
+- reshape: a row with a `shape` has a tensor of other axes;
+- heads: a row with `heads` has a stack of some columns of every head, and the leaf is put together from several rows.
 
 A row applies if the model has its leaves. So one table serves models with and without biases, tied heads, q/k norms,
 dense and MoE layers. There is one further condition: that the model has, or does not have, some other leaf.
@@ -34,6 +35,22 @@ FUSED = "fused"
 LAYOUTS = (PER_EXPERT, FUSED)
 
 
+class Heads(NamedTuple):
+    """Columns of a leaf [rows, count * width] that a tensor has as a stack, a matrix for each head.
+
+    Attributes:
+      count: number of heads.
+      width: columns of a head in the leaf.
+      start: the first of them that the tensor has.
+      stop: the one after the last.
+    """
+
+    count: int
+    width: int
+    start: int
+    stop: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One tensor of a checkpoint and the leaves that it holds.
@@ -49,6 +66,7 @@ class Row:
       without: the row applies to models that do not have this leaf.
       shape: of a tensor that has other axes than what fills it, with as many entries in the same order, such as the
         kernel of a convolution; None: it has the same.
+      heads: the columns that the tensor has of every head of its one leaf; None: it has the whole leaf.
     """
 
     tensor: str
@@ -59,6 +77,7 @@ class Row:
     beside: str | None = None
     without: str | None = None
     shape: tuple[int, ...] | None = None
+    heads: Heads | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +123,7 @@ def joined_qkv(tensor: str, layout: str | None = None) -> tuple[Row, ...]:
 
 
 class Piece(NamedTuple):
-    """A run of elements in a tensor that fills one leaf, or one expert of a leaf."""
+    """A run of elements in a tensor that fills one leaf, one expert of a leaf, or some columns of a leaf."""
 
     tensor: str  # name of the tensor
     offset: int  # number of elements of the tensor before the piece
@@ -113,6 +132,7 @@ class Piece(NamedTuple):
     expert: int | None  # index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf
     transpose: bool  # the leaf holds the piece transposed
     template: str  # the tensor of its row, with `{i}` and `{e}`
+    columns: tuple[int, int] | None = None  # of the leaf that it fills, the first and the one after the last; None: all
 
 
 class Mapped(NamedTuple):
@@ -166,6 +186,9 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
         return
     if row.without is not None and row.without.replace("{i}", str(i)) in leaves:
         return
+    if row.heads is not None:
+        _apply_heads(row, row.heads, paths[0], i, leaves, mapped)
+        return
     shapes = [tuple(leaves[path].shape) for path in paths]
     is_stacked = "/experts/" in paths[0] or "{e}" in row.tensor
     experts: Iterable[int | None] = range(shapes[0][0]) if is_stacked else (None,)
@@ -182,6 +205,20 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
             piece = Piece(name, offset, piece_shape, path, e, row.transpose, row.tensor)
             mapped.pieces.setdefault(path, []).append(piece)
             offset += math.prod(piece_shape)
+
+
+def _apply_heads(row: Row, heads: Heads, path: str, i: int | None, leaves: Mapping[str, Any], mapped: Mapped) -> None:
+    """Adds the mapping of layer `i` by a row that has some columns of every head of its leaf."""
+    rows, columns = leaves[path].shape
+    assert columns == heads.count * heads.width, (row, columns)
+    name = row.tensor.replace("{i}", str(i))
+    shape = _piece_shape((rows, heads.stop - heads.start), row.transpose)
+    mapped.tensors[name] = (heads.count, *shape)
+    for head in range(heads.count):
+        first = head * heads.width
+        filled = (first + heads.start, first + heads.stop)
+        piece = Piece(name, head * math.prod(shape), shape, path, None, row.transpose, row.tensor, filled)
+        mapped.pieces.setdefault(path, []).append(piece)
 
 
 def _piece_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
@@ -259,6 +296,8 @@ def print_mapping(
 
 def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
     names = ["transpose"] if piece.transpose else []
+    if piece.columns is not None:
+        return ", ".join([*names, "heads"])
     if math.prod(tensor_shape) == math.prod(piece.shape) and tensor_shape != piece.shape:
         return ", ".join([*names, "reshape"])
     if piece.expert is not None and len(tensor_shape) == len(piece.shape):

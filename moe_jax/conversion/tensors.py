@@ -155,6 +155,11 @@ class TensorEntry(NamedTuple):
     coded: StoredRows | None = None
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether it is decoded to float32 when it is read."""
+        return self.coded is not None or self.blocks is not None
+
+    @property
     def nbytes(self) -> int:
         return self.stored_bytes(math.prod(self.shape))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_jax.conversion import read_hf_config
 from moe_jax.conversion.families import FAMILIES
-from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT, Row, apply_table, detect_layout, linear
+from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT, Heads, Row, apply_table, detect_layout, linear
 from moe_jax.conversion.tensors import copy_transposed
 from moe_jax.core.errors import InputError
 from tests.support.hf_checkpoints import CONFIGS, DTYPES, expected_tensors
@@ -140,6 +140,36 @@ def test_rename_transpose_stack_and_join_are_what_numpy_says(
     assert mapped.tensors == {name: tensor.shape for name, tensor in tensors.items()}
     for leaf, expected in zip(gathered(mapped, leaves, tensors).values(), ours, strict=True):
         assert np.array_equal(leaf, expected)
+
+
+@given(
+    heads=st.integers(1, 4), first=st.integers(1, 4), second=st.integers(1, 4), rows=st.integers(1, 4),
+    transpose=st.tuples(st.booleans(), st.booleans()),
+)  # fmt: skip
+def test_columns_of_every_head_are_stacked(
+    heads: int, first: int, second: int, rows: int, transpose: tuple[bool, bool]
+):
+    """A leaf in two tensors, which have the first and the last columns of its heads."""
+    leaf = np.arange(rows * heads * (first + second)).reshape(rows, heads, first + second)
+    parts = {"t.0.a": leaf[..., :first], "t.0.b": leaf[..., first:]}
+    tensors = {
+        name: part.transpose(1, 2, 0) if turned else part.swapaxes(0, 1)
+        for (name, part), turned in zip(parts.items(), transpose, strict=True)
+    }
+    ends = ((0, first), (first, first + second))
+    table = tuple(
+        Row(name.replace("0", "{i}"), "layers/{i}/w", turned, heads=Heads(heads, first + second, *end))
+        for name, turned, end in zip(parts, transpose, ends, strict=True)
+    )
+    leaves = {"layers/0/w": Shape(rows, heads * (first + second))}
+    mapped = apply_table(table, leaves, 1, PER_EXPERT, "toy", num_encoder_layers=0)
+    assert mapped.tensors == {name: tensor.shape for name, tensor in tensors.items()}
+    filled = np.full(leaves["layers/0/w"].shape, -1)
+    for piece in mapped.pieces["layers/0/w"]:
+        run = tensors[piece.tensor].reshape(-1)[piece.offset :][: math.prod(piece.shape)].reshape(piece.shape)
+        assert piece.columns is not None
+        filled[:, slice(*piece.columns)] = run.T if piece.transpose else run
+    assert np.array_equal(filled, leaf.reshape(rows, -1))
 
 
 @settings(deadline=None, max_examples=60)

@@ -10,8 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.gguf.gguf_architectures import architecture_of
-from moe_jax.conversion.gguf.gguf_description import EMBEDDING, KEYS, ROPE_FACTORS, Metadata
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.architectures.gguf_description import (
+    EMBEDDING,
+    KEYS,
+    ROPE_FACTORS,
+    YARN_MAGNITUDE,
+    Metadata,
+)
 from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, raise_if_any, shown
 
@@ -27,18 +33,10 @@ def hugging_face_config(
     name, architecture = architecture_of(data)
     metadata = Metadata(data, name, tensors)
     config = {theirs: metadata.number(key) for key, theirs in (KEYS | dict(architecture.keys)).items()}
-    heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = metadata.number("attention.head_count_kv", heads)
-    head_dim = metadata.number("attention.key_length", config["hidden_size"] // heads if heads else 0)
-    config["head_dim"] = head_dim
-    metadata.must_be("attention.value_length", head_dim)
-    rotated = metadata.number("rope.dimension_count", head_dim)
-    if architecture.partial and 0 < rotated <= head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
-    elif rotated != head_dim:
-        raise InputError(f"{name}.rope.dimension_count is {shown(rotated)}, but heads have {shown(head_dim)}")
+    if not architecture.latent:
+        config |= _read_heads(metadata, config, partial=architecture.partial)
     config["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
-    config["rope_scaling"] = _read_rope_scaling(metadata, factors, config)
+    config["rope_scaling"] = _read_rope_scaling(metadata, factors, config, latent=architecture.latent)
     config |= {"hidden_act": "silu"} | architecture.config(metadata)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     embedding = tensors.get(EMBEDDING)
@@ -48,7 +46,8 @@ def hugging_face_config(
     config |= _special_tokens(data)
     config["torch_dtype"] = _main_dtype(tensors)
     for key, *values in _AS_USUAL:
-        metadata.must_be(key, *values)
+        if not metadata.is_read(key):
+            metadata.must_be(key, *values)
     for key in _WITHOUT_EFFECT:
         metadata.get(key)
     raise_if_any([f"{shown(key)} is unknown, and could change what is computed" for key in metadata.unread()],
@@ -56,7 +55,23 @@ def hugging_face_config(
     return config
 
 
-# Keys for which our families compute only one value, or several of equal meaning.
+def _read_heads(metadata: Metadata, config: Mapping[str, Any], *, partial: bool) -> dict[str, Any]:
+    """Returns the keys about heads of queries, keys and values that are equally wide."""
+    heads = config["num_attention_heads"]
+    found = {"num_key_value_heads": metadata.number("attention.head_count_kv", heads)}
+    head_dim = metadata.number("attention.key_length", config["hidden_size"] // heads if heads else 0)
+    metadata.must_be("attention.value_length", head_dim)
+    rotated = metadata.number("rope.dimension_count", head_dim)
+    if partial and 0 < rotated <= head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise InputError(
+            f"{metadata.full_name('rope.dimension_count')} is {shown(rotated)}, but heads have {shown(head_dim)}"
+        )
+    return {**found, "head_dim": head_dim}
+
+
+# Keys for which our families compute only one value, or several of equal meaning, unless they read them themselves.
 _AS_USUAL: tuple[tuple[Any, ...], ...] = (
     ("attention.causal", True),
     ("expert_gating_func", 1, 0),
@@ -76,6 +91,11 @@ _AS_USUAL: tuple[tuple[Any, ...], ...] = (
 # Redundant with the shape of the embedding; used in fine-tuning; how the file was made; implied by `expert_count`.
 _WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_feed_forward_length",
                    "expert_weights_norm")  # fmt: skip
+
+
+def as_stored(value: Any) -> Any:
+    """Returns a number as it is read again: floats have 32 bits."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _special_tokens(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,9 +126,12 @@ _YARN = {
 
 
 def _read_rope_scaling(
-    metadata: Metadata, factors: np.ndarray | None, config: Mapping[str, Any]
+    metadata: Metadata, factors: np.ndarray | None, config: Mapping[str, Any], *, latent: bool
 ) -> dict[str, Any] | None:
-    """Returns the `rope_scaling` of a config.json; `factors` are divisors of the frequencies of rotated pairs."""
+    """Returns the `rope_scaling` of a config.json.
+
+    The `factors` are divisors of the frequencies of rotated pairs; `latent` attention scales its scores with YaRN.
+    """
     linear = metadata.get("rope.scale_linear", 1.0)
     kind = metadata.get("rope.scaling.type", "linear" if linear != 1.0 else "none")
     if kind not in ("none", "linear", "yarn"):
@@ -124,6 +147,9 @@ def _read_rope_scaling(
         }
         given = {theirs: metadata.get(key) for key, theirs in _YARN.items()}
         scaling |= {key: value for key, value in given.items() if value is not None}
+        if latent:
+            magnitude = as_stored(10 * metadata.number(YARN_MAGNITUDE))
+            scaling |= {"mscale": magnitude, "mscale_all_dim": magnitude}
     if factors is None:
         return scaling
     if scaling is not None:

@@ -15,6 +15,7 @@ from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS
 from moe_jax.conversion.gguf.k_quants import k_quantized
 from moe_jax.conversion.tensors import DTYPES
 from moe_jax.core.errors import InputError
+from moe_jax.core.finite import cast
 
 _ALIGNMENT = 32  # of tensors, in bytes, where the metadata do not say another
 _WITH_MINIMA = ("Q4_1", "Q5_1")
@@ -55,14 +56,15 @@ class GGUFFile(contextlib.AbstractContextManager):
     def write(self, name: str, offset: int, values: np.ndarray) -> int:
         """Writes whole rows of a tensor, from element `offset` on; returns the number of bytes that it took.
 
-        The values are in the tensor's type or, for one in blocks, float32. Safe to call from several threads for
-        different rows.
+        The values are in the tensor's type or float32, in which blocks are made of them. Safe to call from several
+        threads for different rows.
 
         Raises:
-          InputError: if blocks cannot hold the values.
+          InputError: if the tensor's type cannot hold the values.
         """
         tensor = self._tensors[name]
         if tensor.blocks is None:
+            values = cast(name, values, plain_dtype(tensor))
             content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         else:
             try:

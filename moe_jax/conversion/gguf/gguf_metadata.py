@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.gguf.gguf_architectures import architecture_for
-from moe_jax.conversion.gguf.gguf_config import hugging_face_config, llama3_factors
-from moe_jax.conversion.gguf.gguf_description import KEYS, ROPE_FACTORS, Architecture
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_for
+from moe_jax.conversion.gguf.architectures.gguf_description import KEYS, ROPE_FACTORS, Architecture
+from moe_jax.conversion.gguf.gguf_config import as_stored, hugging_face_config, llama3_factors
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.hf_config import differences, read_hf_config, write_hf_config
 from moe_jax.conversion.tensors import TensorEntry
@@ -60,6 +60,7 @@ def described(config: ModelConfig) -> Described:
         config = dataclasses.replace(config, tie_embeddings=False)
         notes.append(f"note: llama.cpp needs an output of its own in {name!r}: the embedding is written twice")
     metadata, factors = _metadata_of(config, name, architecture)
+    notes += architecture.notes(config)
     for key in (f"{name}.{one}" for one in architecture.ignored):
         if key in metadata:
             notes.append(
@@ -90,7 +91,7 @@ def _metadata_of(
             f"llama.cpp reads no rope scaling {config.rope.scaling!r} of {name!r}; keep the model as a checkpoint"
         )
     found |= scaling | architecture.metadata(config, keys)
-    return {f"{name}.{key}": _stored(value) for key, value in found.items()}, factors
+    return {f"{name}.{key}": as_stored(value) for key, value in found.items()}, factors
 
 
 def check_read_back(described: Described, tensors: Mapping[str, tuple[int, ...]]) -> None:
@@ -104,7 +105,7 @@ def check_read_back(described: Described, tensors: Mapping[str, tuple[int, ...]]
     written = read_hf_config(hugging_face_config(data, entries, described.factors))
     ours = dataclasses.replace(
         config,
-        norm_eps=_stored(config.norm_eps),
+        norm_eps=as_stored(config.norm_eps),
         rope=_stored_rope(config.rope, config.layers[0].attention.head_dim),
         # They stand beside the tokenizer.
         bos_id=None,
@@ -117,13 +118,8 @@ def check_read_back(described: Described, tensors: Mapping[str, tuple[int, ...]]
     )
 
 
-def _stored(value: Any) -> Any:
-    """Returns a number as it is read again: floats have 32 bits."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
 def _stored_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:
-    fields = {field.name: _stored(getattr(rope, field.name)) for field in dataclasses.fields(rope)}
+    fields = {field.name: as_stored(getattr(rope, field.name)) for field in dataclasses.fields(rope)}
     if _is_usual(rope):
         fields["attention_factor"] = None
     return dataclasses.replace(rope, **(fields | {"fraction": int(head_dim * rope.fraction) / head_dim}))

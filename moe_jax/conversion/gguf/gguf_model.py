@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
-from moe_jax.conversion.gguf.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_of
+from moe_jax.conversion.gguf.architectures.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.gguf_config import hugging_face_config
-from moe_jax.conversion.gguf.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.hf_config import read_hf_config
@@ -66,7 +66,7 @@ class GGUFModel(CheckpointSource):
                 for name in (f"blk.{i}.attn_{which}.weight", f"blk.{i}.attn_{which}.bias"):
                     if name in tensors:
                         tensors[name] = tensors[name]._replace(interleaved=heads)
-        leaves, table = leaf_specs(self.config), self._architecture.table
+        leaves, table = leaf_specs(self.config), self._architecture.table_of(self.config, self._tensors)
         return match_weights(tensors, self.config, leaves, str(self.path), table=table, described_by="metadata")
 
     @property

@@ -5,13 +5,14 @@ pieces, and where it has no name, the whole tokenizer.json may be there, too. `l
 characters, without merges but with a score for every token, and bytes for characters without a token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
+from moe_jax.conversion.gguf.gguf_cuts import PIECES, cutter
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.data.tokenizer import parse_tokenizer
 
@@ -85,51 +86,6 @@ class Vocabulary(NamedTuple):
 
 
 # --- bytes ----------------------------------------------------------------------------------------
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-
-
-class Pieces(NamedTuple):
-    """How a text is cut into pieces, none of which a token crosses."""
-
-    cut: Sequence[Any] = ()  # the cuts, before bytes become characters
-    by_words: bool = False  # whether the usual cuts of GPT-2 follow
-    normalizer: Any = None  # applied to a text before; None: there is none
-    ignore_merges: bool = False  # a piece that is a token is not put together from smaller ones
-    add_bos: bool = False  # whether texts begin with BOS if the file does not say
-
-
-def _split(pattern: str) -> Any:
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-
-_GPT2 = Pieces(by_words=True)
-_SMOLLM = Pieces((pre_tokenizers.Digits(individual_digits=True),), by_words=True)
-_LLAMA3 = Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"),), ignore_merges=True, add_bos=True)
-_QWEN2 = Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"),), normalizer=normalizers.NFC())
-
-PIECES = {
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "olmo": _GPT2._replace(normalizer=normalizers.NFC()),
-    "smollm": _SMOLLM,
-    "starcoder": _SMOLLM,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "smaug-bpe": _LLAMA3._replace(ignore_merges=False, add_bos=False),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _QWEN2,
-}
-
-
-def cutter(pieces: Pieces) -> Any:
-    """Returns the library's pre-tokenizer that cuts a text so, and makes characters of its bytes."""
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces.by_words)
-    return pre_tokenizers.Sequence([*pieces.cut, by_bytes])
 
 
 def _byte_tokenizer(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Made:

@@ -2,8 +2,9 @@
 
 import contextlib
 import importlib.util
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ import numpy as np
 import rich.table
 from rich.console import Console
 
-from moe_jax.conversion.gguf.gguf_description import ROPE_FACTORS
+from moe_jax.conversion.gguf.architectures.gguf_architectures import holds_dense
+from moe_jax.conversion.gguf.architectures.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.gguf_file import GGUFFile, header_of, plain_dtype
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.gguf.gguf_metadata import Described, check_read_back, described, row_orders, tensor_shapes
@@ -72,7 +74,9 @@ def export_gguf(
     refuse_tuned(source)
     if source.config.vision is not None:
         raise InputError(f"{source.path} takes pictures, and GGUF files hold models of text: leave out --format gguf")
-    config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate", all_moe=True)
+    config = exported_config(
+        source.config, replicate_dense=spec.dense_layers == "replicate", all_moe=lambda family: not holds_dense(family)
+    )
     plan = _Plan.of(source, described(config), dst.stem, spec.gguf_type)
     importance: dict[str, np.ndarray] = {}
     if spec.imatrix is not None:
@@ -110,7 +114,7 @@ class _Plan(NamedTuple):
         stored = model.specs()
         # Experts are stacked; queries, keys and values have a tensor each.
         layout = FUSED if config.moe_layers else PER_EXPERT
-        mapped = mapped_model(config, stored, layout, table=architecture.table)
+        mapped = mapped_model(config, stored, layout, table=architecture.table_of(config))
         shapes = tensor_shapes(mapped.tensors, architecture, description.factors)
         check_read_back(description, shapes)
         own = {
@@ -123,7 +127,7 @@ class _Plan(NamedTuple):
             name: planned_tensor(name, shape, own.get(name, PLAIN[0]), mix, facts) for name, shape in shapes.items()
         }
         specs = {
-            path: jax.ShapeDtypeStruct(stored[path].shape, plain_dtype(tensors[pieces[0].tensor]))
+            path: jax.ShapeDtypeStruct(stored[path].shape, _widest(tensors[piece.tensor] for piece in pieces))
             for path, pieces in mapped.pieces.items()
         }
         tokenizer, notes = tokenizer_keys(source.tokenizer_files, config, _ends(source))
@@ -136,6 +140,12 @@ class _Plan(NamedTuple):
             **tokenizer,
         }
         return cls(model, description, mapped, tensors, specs, metadata, [*description.notes, *notes])
+
+
+def _widest(tensors: Iterable[Planned]) -> np.dtype:
+    """Returns the dtype in which a leaf is written to tensors: float32, unless all take the same other one."""
+    dtypes = {plain_dtype(tensor) for tensor in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
 
 def _facts(config: ModelConfig) -> Facts:
@@ -261,4 +271,5 @@ def _print_tensors(tensors: Mapping[str, Planned], console: Console) -> None:
         table.add_row(name, f"x{len(alike)}", "x".join(map(str, shape)), kind, show_bytes(size))
     console.print(table)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    console.print(f"{len(tensors)} tensors, {show_bytes(total)}")
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    console.print(f"{len(tensors)} tensors, {parameters:,} parameters, {show_bytes(total)}")

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from moe_jax.conversion.gguf.gguf_cuts import PIECES, cutter
 from moe_jax.conversion.gguf.gguf_vocabulary import (
     BYTE,
     CONTROL,
     DEFAULT,
     MODEL,
     NORMAL,
-    PIECES,
     PRE,
     SPACE,
     TOKENS,
@@ -25,7 +25,6 @@ from moe_jax.conversion.gguf.gguf_vocabulary import (
     USER_DEFINED,
     WHOLE,
     Vocabulary,
-    cutter,
     scored_merges,
 )
 from moe_jax.core.errors import InputError, shown

@@ -221,14 +221,18 @@ class LeafWriting:
         pieces, dtype = self.mapped.pieces[path], self.specs[path].dtype
         with ThreadPoolExecutor(WORKERS) as pool:
             writing: list[Future[None]] = []
-            waiting = {piece.expert: piece for piece in pieces}
+            waiting: dict[int | None, list[Piece]] = {}
+            for piece in pieces:
+                waiting.setdefault(piece.expert, []).append(piece)
             for expert, part in self._parts_of(path, pieces):
-                piece, name = waiting.pop(expert), path if expert is None else f"{path}[{expert}]"
+                name = path if expert is None else f"{path}[{expert}]"
                 if not self.allow_nonfinite:
                     check_finite(name, part, REMEDY)
                 check_fits(name, part, dtype)
-                chunks = row_chunks(piece.shape, dtype.itemsize)
-                before, writing = writing, [pool.submit(self._write_rows, part, piece, rows, dtype) for rows in chunks]
+                chunks = [
+                    (piece, rows) for piece in waiting.pop(expert) for rows in row_chunks(piece.shape, dtype.itemsize)
+                ]
+                before, writing = writing, [pool.submit(self._write_rows, part, *chunk, dtype) for chunk in chunks]
                 for future in before:
                     future.result()
             for future in writing:
@@ -246,6 +250,7 @@ class LeafWriting:
     def _write_rows(self, part: np.ndarray, piece: Piece, rows: tuple[int, int], dtype: np.dtype) -> None:
         """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
         start, stop = rows
+        part = part if piece.columns is None else part[:, slice(*piece.columns)]
         order = self.orders.get(piece.tensor)
         chosen = slice(start, stop) if order is None else order[start:stop]
         with np.errstate(all="ignore"):  # numbers that are not finite were found before, or are allowed

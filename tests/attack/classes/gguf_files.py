@@ -1,10 +1,11 @@
 """GGUF files: bytes of their headers, metadata and tensors that say something else, and what would exhaust a reader."""
 
 import json
+import math
 import random
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from moe_jax.conversion import GGUFModel
 from moe_jax.conversion.gguf.gguf_header import read_gguf_header
+from moe_jax.conversion.gguf.imatrix import read_imatrix, write_imatrix
 from moe_jax.conversion.tensors import TensorFiles
 from moe_jax.models.serialize import config_to_json
 from tests.attack.attacks import Attack
@@ -39,7 +41,6 @@ class Original(NamedTuple):
 
 
 def _original() -> Original:
-    rng = np.random.default_rng(0)
     tokens = ["<unk>", "<s>", "</s>", *map(chr, range(97, 97 + _VOCAB - 3))]
     pairs: list[tuple[str, int, Any]] = [
         ("general.architecture", 8, "llama"),
@@ -66,14 +67,62 @@ def _original() -> Original:
         "blk.0.attn_v.weight": (16, _D), "blk.0.attn_output.weight": (_D, _D), "blk.0.ffn_gate.weight": (_F, _D),
         "blk.0.ffn_up.weight": (_F, _D), "blk.0.ffn_down.weight": (_D, _F),
     }  # fmt: skip
+    return _with_tensors(pairs, shapes)
+
+
+def _with_tensors(pairs: list[tuple[str, int, Any]], shapes: Mapping[str, tuple[int, ...]]) -> Original:
+    """Random numbers: down projections in blocks, attention in halves, the rest in float32."""
+    rng = np.random.default_rng(0)
     infos, data = [], b""
     for name, shape in shapes.items():
-        kind = 8 if "ffn_down" in name else 1 if "attn" in name and len(shape) == 2 else 0
+        kind = 8 if "ffn_down" in name else 1 if "attn" in name and len(shape) > 1 else 0
         values = rng.normal(size=shape).astype(np.float16 if kind == 1 else np.float32)
-        stored = rng.integers(0, 60, shape[0] * shape[-1] // 32 * 34, np.uint8) if kind == 8 else values
+        stored = rng.integers(0, 60, math.prod(shape) // 32 * 34, np.uint8) if kind == 8 else values
         infos.append((name, shape, kind, len(data)))
         data += stored.tobytes() + b"\0" * (-stored.nbytes % 32)
     return Original(pairs, infos, data)
+
+
+def _latent() -> Original:
+    """A small DeepSeek-V3 of one dense layer and one MoE."""
+    rank, queries, rotated, unrotated, values, experts = 16, 24, 4, 8, 12, 4
+    numbers = {
+        "context_length": 64, "embedding_length": _D, "block_count": 2, "feed_forward_length": _F,
+        "attention.head_count": _HEADS, "attention.head_count_kv": 1, "attention.q_lora_rank": queries,
+        "attention.kv_lora_rank": rank, "attention.key_length": rank + rotated, "attention.value_length": rank,
+        "attention.key_length_mla": unrotated + rotated, "attention.value_length_mla": values,
+        "rope.dimension_count": rotated, "leading_dense_block_count": 1, "expert_count": experts,
+        "expert_used_count": 2, "expert_shared_count": 1, "expert_feed_forward_length": _F, "expert_gating_func": 2,
+        "expert_group_count": 2, "expert_group_used_count": 1, "rope.scaling.original_context_length": 32,
+    }  # fmt: skip
+    pairs: list[tuple[str, int, Any]] = [
+        ("general.architecture", 8, "deepseek2"),
+        *((f"deepseek2.{key}", 4, value) for key, value in numbers.items()),
+        ("deepseek2.attention.layer_norm_rms_epsilon", 6, 1e-5),
+        ("deepseek2.expert_weights_scale", 6, 2.5),
+        ("deepseek2.expert_weights_norm", 7, True),
+        ("deepseek2.rope.scaling.type", 8, "yarn"),
+        ("deepseek2.rope.scaling.factor", 6, 4.0),
+        ("deepseek2.rope.scaling.yarn_log_multiplier", 6, 0.1),
+    ]
+    attention = {
+        "attn_norm": (_D,), "ffn_norm": (_D,), "attn_q_a": (queries, _D), "attn_q_a_norm": (queries,),
+        "attn_q_b": (_HEADS * (unrotated + rotated), queries), "attn_kv_a_mqa": (rank + rotated, _D),
+        "attn_kv_a_norm": (rank,), "attn_k_b": (_HEADS, rank, unrotated), "attn_v_b": (_HEADS, values, rank),
+        "attn_output": (_D, _HEADS * values),
+    }  # fmt: skip
+    dense = {"ffn_gate": (_F, _D), "ffn_up": (_F, _D), "ffn_down": (_D, _F)}
+    moe = {
+        **{f"{name}_exps": (experts, *shape) for name, shape in dense.items()},
+        **{f"{name}_shexp": shape for name, shape in dense.items()},
+        "ffn_gate_inp": (experts, _D),
+    }
+    blocks = {0: attention | dense, 1: attention | moe}
+    shapes = {
+        "token_embd.weight": (_VOCAB, _D), "output_norm.weight": (_D,), "blk.1.exp_probs_b.bias": (experts,),
+        **{f"blk.{i}.{name}.weight": shape for i, block in blocks.items() for name, shape in block.items()},
+    }  # fmt: skip
+    return _with_tensors(pairs, shapes)
 
 
 _WORDS = (
@@ -251,11 +300,57 @@ def _differs_from_package(original: Original, folder: Path, read: Leaves) -> str
     return None
 
 
+_IMATRIX = {"blk.0.ffn_up_exps.weight": (3, 4, 8), "blk.0.attn_q.weight": (8, 8)}
+
+
+def _imatrices() -> dict[str, bytes]:
+    """An imatrix in both forms."""
+    rng = np.random.default_rng(0)
+    squares = {
+        name: rng.random((shape[0] if len(shape) == 3 else 1, shape[-1]), np.float32)
+        for name, shape in _IMATRIX.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "imatrix.gguf"
+        counts = {name: np.full(len(one), 4, np.float32) for name, one in squares.items()}
+        write_imatrix(file, squares, counts, datasets=["text"], chunk_count=2, chunk_size=64)
+        newer = file.read_bytes()
+    older = struct.pack("<i", len(squares))
+    for name, one in squares.items():
+        text = name.encode()
+        older += struct.pack("<i", len(text)) + text + struct.pack("<ii", 4, one.size) + one.tobytes()
+    return {"imatrix.gguf": newer, "imatrix.dat": older + struct.pack("<ii", 2, 4) + b"text"}
+
+
+def _mutate_imatrix(chance: random.Random, original: dict[str, bytes], folder: Path) -> None:
+    name = chance.choice(sorted(original))
+    (folder / name).write_bytes(mutated_bytes(chance, original[name]))
+
+
+def _read_imatrix(folder: Path, out: Path) -> Leaves:
+    (file,) = folder.iterdir()
+    return read_imatrix(file, _IMATRIX)
+
+
+def _no_moments(original: dict[str, bytes], folder: Path, read: Leaves) -> str | None:
+    for name, moments in read.items():
+        shape = _IMATRIX[name]
+        if moments.shape != (shape[0] if len(shape) == 3 else 1, shape[-1]):
+            return f"{name} has shape {moments.shape}"
+        if not (np.isfinite(moments).all() and (moments >= 0).all()):
+            return f"{name} holds no second moments"
+    return None
+
+
 ATTACKS = (
+    Attack(name="imatrix: bytes", original=_imatrices, make=_mutate_imatrix, read=_read_imatrix, wrong=_no_moments,
+           quick=100, share=150),
     Attack(name=f"{FILE}: bytes of the header", original=_original, make=_mutate_bytes, read=_read_tensors,
            wrong=_differs_from_package, quick=100, share=250),
     Attack(name=f"{FILE}: metadata", original=_original, make=_mutate_metadata, read=_read, wrong=_differs, quick=100,
            share=250),
+    Attack(name=f"{FILE}: metadata of latents", original=_latent, make=_mutate_metadata, read=_read, wrong=_differs,
+           quick=60, share=150),
     Attack(name=f"{FILE}: tensors", original=_original, make=_mutate_tensors, read=_read_tensors,
            wrong=_differs_from_package, quick=60, share=150),
     Attack(name=f"{FILE}: exhausting", original=_original, make=_exhaust, read=_read, wrong=_differs, quick=6),

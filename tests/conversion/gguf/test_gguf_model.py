@@ -11,9 +11,9 @@ import pytest
 from moe_jax.api.open_source import open_source, read_config  # noqa: E402
 from moe_jax.commands.cli import main  # noqa: E402
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_source  # noqa: E402
-from moe_jax.conversion.gguf.gguf_architectures import architecture_of  # noqa: E402
+from moe_jax.conversion.gguf.architectures.gguf_architectures import architecture_of  # noqa: E402
+from moe_jax.conversion.gguf.architectures.gguf_description import Metadata  # noqa: E402
 from moe_jax.conversion.gguf.gguf_config import llama3_factors  # noqa: E402
-from moe_jax.conversion.gguf.gguf_description import Metadata  # noqa: E402
 from moe_jax.conversion.gguf.gguf_header import BLOCKS  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.functional.position_embeddings import rope_tables  # noqa: E402
@@ -31,6 +31,7 @@ def both(folder, name, dtype="float32", **kwargs):
     """The same model in a Hugging Face directory and in a GGUF file."""
     config = CONFIGS[name] | (WITHOUT_WINDOWS if "use_sliding_window" in CONFIGS[name] else {})
     config |= {"torch_dtype": dtype} | ({"norm_topk_prob": True} if name == "qwen3_moe" else {})
+    config |= {"attention_bias": False} if name == "deepseek_v3" else {}
     tensors = random_tensors(config, dtype)
     if "bias" in name or name.startswith("stablelm"):
         tensors = {key: value + np.asarray(0.1, value.dtype) for key, value in tensors.items()}
@@ -225,7 +226,10 @@ def test_numbers_of_layers_are_one_where_they_are_equal():
             metadata.number(key)
 
 
-@pytest.mark.parametrize(("name", "hint"), [("lama", "did you mean 'llama'"), (5, "is 5; known"), (None, "is None;")])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("lama", "did you mean 'llama'"), ("glm4moe", "is 'glm4moe'"), (5, "is 5; known"), (None, "is None;")],
+)
 def test_an_unknown_architecture_is_named(name, hint):
     with pytest.raises(InputError) as caught:
         architecture_of({"general.architecture": name})

@@ -49,6 +49,9 @@ def kinds(mix, name, facts=DENSE, shape=SHAPE):
         ("Q4_0", "attn_v", ["Q4_0", 32]),
         ("BF16", "ffn_down", ["BF16", 32]),
         (None, "ffn_down", ["F32", 32]),
+        ("Q4_K_M", "attn_v_b", ["Q4_K", 32]),
+        ("Q2_K", "attn_k_b", ["Q2_K", 32]),
+        ("Q3_K_L", "attn_kv_a_mqa", ["Q3_K", 32]),
     ],
 )
 def test_mixes(mix, name, expected):
@@ -86,6 +89,8 @@ def test_what_a_mix_depends_on():
     eight = DENSE._replace(num_experts=8)
     assert kinds("Q4_K_M", "attn_v", eight) == kinds("Q4_0", "attn_k", eight) == ["Q8_0", 32]
     assert kinds("Q4_K_M", "attn_output", eight) == ["Q5_K", 32]
+    assert kinds("Q4_K_M", "attn_v_b", eight) == kinds("Q4_K_S", "attn_k_b", eight, (4, 512, 256)) == ["Q4_K", 32]
+    assert kinds("Q4_K_M", "attn_k_b", eight, (128, 512, 128)) == ["Q5_0", 32]
     assert kinds("Q3_K_L", "attn_output", eight) == ["Q3_K", 32]
     assert kinds("Q4_K_S", "attn_v", DENSE._replace(num_layers=80)) == ["Q5_K", 80]
     for name, kind in (("output", "Q6_K"), ("token_embd", "Q4_K")):

@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from moe_jax.conversion.gguf.gguf_vocabulary import PIECES, tokenizer_of
+from moe_jax.conversion.gguf.gguf_cuts import PIECES
+from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.core.errors import InputError
 
 TEXTS = (
@@ -26,6 +27,13 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+DEEPSEEK_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 BY_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 PUBLISHED = {
@@ -33,6 +41,21 @@ PUBLISHED = {
     "smollm": (None, [pre_tokenizers.Digits(True), BY_WORDS]),
     "llama-bpe": (None, [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), TO_BYTES]),
     "qwen2": (normalizers.NFC(), [pre_tokenizers.Split(Regex(QWEN2), "isolated"), TO_BYTES]),
+    "deepseek-v3": (
+        normalizers.Sequence([]),
+        [*(pre_tokenizers.Split(Regex(cut), "isolated") for cut in DEEPSEEK_V3), TO_BYTES],
+    ),
+    "deepseek-coder": (
+        normalizers.Sequence([]),
+        [
+            *(
+                pre_tokenizers.Split(Regex(cut), "isolated")
+                for cut in ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_HAN)
+            ),
+            pre_tokenizers.Digits(True),
+            TO_BYTES,
+        ],
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.commands.cli import main
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory
 from moe_jax.conversion.gguf import gguf_model
-from moe_jax.conversion.gguf.gguf_architectures import ARCHITECTURES
+from moe_jax.conversion.gguf.architectures.gguf_architectures import ARCHITECTURES
 from moe_jax.core.errors import InputError
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.gguf_files import tensors_of
@@ -30,7 +30,7 @@ def config_of(name, **changes):
     config = CONFIGS[name] | changes
     config |= {"use_sliding_window": False} if "use_sliding_window" in config else {}
     config |= {"num_key_value_heads": 4} if name == "olmoe" else {}
-    config |= {"attention_bias": False} if config["model_type"] in ("qwen3", "gemma") else {}
+    config |= {"attention_bias": False} if config["model_type"] in ("qwen3", "gemma", "deepseek_v3") else {}
     config |= {"query_pre_attn_scalar": 12} if "query_pre_attn_scalar" in config else {}
     return config | ({"norm_topk_prob": True} if name == "qwen3_moe" else {})
 
@@ -69,10 +69,12 @@ def test_out_and_in_is_the_same_model(tmp_path, name, dtype):
     assert ours.config.rope == theirs.config.rope or name == "llama-llama3"
     # Matrices keep their type; llama.cpp adds and multiplies by vectors in float32 only.
     assert {str(spec.dtype) for spec in ours.specs().values() if spec.ndim == 1} == {"float32"}
-    assert str(ours.specs()["layers/0/attention/q/kernel"].dtype) == dtype
+    assert str(ours.specs()["layers/0/attention/o/kernel"].dtype) == dtype
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "olmoe", "stablelm", "phi"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mixtral", "qwen3_moe", "olmoe", "stablelm", "phi", "deepseek_v2", "deepseek_v3"]
+)
 def test_tensors_are_those_that_the_package_makes_of_a_checkpoint(tmp_path, name):
     """Names by the package's own table, rows of Llama in its order, experts stacked."""
     config = config_of(name)
@@ -180,7 +182,7 @@ def test_after_a_kill_the_same_command_goes_on(tmp_path, monkeypatch):
     ("name", "changes", "options", "message"),
     [
         ("t5", {}, {}, "family 't5' are"),
-        ("deepseek_v2", {}, {}, "'deepseek_v2'"),
+        ("deepseek", {}, {}, "'deepseek'"),
         ("gemma2", {}, {}, "attention.scale"),
         ("gemma2", {"attn_logit_softcapping": None}, {}, "soft caps"),
         ("gemma2", {"tie_word_embeddings": False}, {}, "lm_head/kernel"),

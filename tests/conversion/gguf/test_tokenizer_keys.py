@@ -10,8 +10,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import moe_jax
 from moe_jax.conversion import GGUFModel
+from moe_jax.conversion.gguf.gguf_cuts import PIECES, cutter
 from moe_jax.conversion.gguf.gguf_header import read_gguf_header
-from moe_jax.conversion.gguf.gguf_vocabulary import PIECES, cutter, tokenizer_of
+from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.gguf.tokenizer_keys import tokenizer_keys
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.core.errors import InputError

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from moe_jax.models import ModelConfig
 
 ROPE_FACTORS = "rope_freqs.weight"
 EMBEDDING = "token_embd.weight"
+# Of latent attention, a tenth of `mscale_all_dim`, which is `mscale`, too.
+YARN_MAGNITUDE = "rope.scaling.yarn_log_multiplier"
 
 # --- reading metadata -----------------------------------------------------------------------------
 
@@ -44,9 +46,21 @@ class Metadata:
             raise InputError(f"{self._prefix}{key} is {shown(value)}, expected a number")
         return value
 
+    def full_name(self, key: str) -> str:
+        """Returns a key with the architecture's name."""
+        return self._prefix + key
+
+    def is_read(self, key: str) -> bool:
+        """Whether a key of the architecture was read."""
+        return self._prefix + key in self._read
+
     def has(self, *names: str) -> bool:
         """Whether the first layer has a tensor of one of these names."""
         return any(f"blk.0.{name}" in self._tensors for name in names)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor; None: there is none of this name."""
+        return self._tensors[name].shape if name in self._tensors else None
 
     def must_be(self, key: str, *values: Any) -> None:
         """Raises `InputError` unless the key has one of these values, or is left out."""
@@ -66,7 +80,7 @@ class Architecture:
     Attributes:
       config: metadata -> the keys of config.json that not all architectures have, `model_type` among them.
       keys: key of the metadata, without the architecture's name -> key of config.json.
-      table: its tensors.
+      table: its tensors, but for `rows`.
       families: the families whose models are written in it.
       metadata: config and its config.json -> the keys of the metadata that not all architectures have.
       interleaved: whether the rows of queries and keys alternate between the halves of a head's rotary dimensions.
@@ -79,6 +93,10 @@ class Architecture:
       ignored: keys of the metadata that llama.cpp does not read in it.
       vectors: tensors that have one axis here, and a row of it in the table.
       norms_from_one: whether norms hold 1 + their weight in the checkpoint.
+      latent: whether keys and values come from a latent: `config` reads the heads, and `metadata` describes them.
+      leading_dense: whether the first layers may be dense in a model with experts.
+      rows: config and names of a file's tensors, none of one to be written -> rows that depend on them.
+      notes: config -> lines about what llama.cpp computes otherwise.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
@@ -96,6 +114,14 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     norms_from_one: bool = False
+    latent: bool = False
+    leading_dense: bool = False
+    rows: Callable[[ModelConfig, Collection[str]], Table] = lambda config, names: ()
+    notes: Callable[[ModelConfig], list[str]] = lambda config: []
+
+    def table_of(self, config: ModelConfig, names: Collection[str] = ()) -> Table:
+        """Returns the table of a model, of whose file these are the names of tensors; none: it is to be written."""
+        return (*self.table, *self.rows(config, names))
 
     def in_table(self, name: str, entry: TensorEntry) -> TensorEntry:
         """Returns the entry of a tensor as the table has it: with the same axes and numbers."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.conversion.gguf.gguf_description import (
+from moe_jax.conversion.gguf.architectures.gguf_description import (
     ATTENTION,
     EMBEDDING_ROW,
     FFN,

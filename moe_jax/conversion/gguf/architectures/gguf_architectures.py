@@ -8,7 +8,8 @@ tensors differ.
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.conversion.gguf.gguf_description import (
+from moe_jax.conversion.gguf.architectures.gguf_deepseek import DEEPSEEK
+from moe_jax.conversion.gguf.architectures.gguf_description import (
     ATTENTION,
     EMBEDDING_ROW,
     EXPERTS,
@@ -24,7 +25,7 @@ from moe_jax.conversion.gguf.gguf_description import (
     Architecture,
     Metadata,
 )
-from moe_jax.conversion.gguf.gguf_gemma import GEMMA
+from moe_jax.conversion.gguf.architectures.gguf_gemma import GEMMA
 from moe_jax.conversion.table import FUSED, PER_EXPERT, joined_qkv, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import ModelConfig
@@ -178,6 +179,7 @@ ARCHITECTURES = {
         table=LLAMA_LIKE_MOE,
     ),
     **GEMMA,
+    **DEEPSEEK,
     "stablelm": Architecture(
         config=_stablelm,
         metadata=_of_stablelm,
@@ -232,3 +234,8 @@ def architecture_for(config: ModelConfig) -> tuple[str, Architecture]:
         f"GGUF files of the family {config.family!r} are not written, known: {', '.join(known)}; llama.cpp's own "
         "script may convert an exported checkpoint"
     )
+
+
+def holds_dense(family: str) -> bool:
+    """Whether models of a family may have dense layers beside MoEs in a GGUF file."""
+    return any(family in one.families and one.leading_dense for one in ARCHITECTURES.values())

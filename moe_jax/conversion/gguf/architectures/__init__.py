@@ -1,0 +1,1 @@
+"""The architectures of GGUF files: keys of their metadata and tables of their tensors."""
