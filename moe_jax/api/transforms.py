@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -277,7 +278,13 @@ def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSp
 def _packed(spec: ExportSpec) -> Pack | None:
     if spec.format not in CONTAINERS:
         return None
-    return packed_parts(spec.codes, spec.group_size, whole=spec.parts == "model", format=spec.format)
+    return packed_parts(
+        spec.codes,
+        spec.group_size,
+        whole=spec.parts == "model",
+        format=spec.format,
+        zero_points=spec.zero_points,
+    )
 
 
 def packed_parts(
@@ -286,6 +293,7 @@ def packed_parts(
     *,
     whole: bool = False,
     format: str = "compressed-tensors",
+    zero_points: bool = False,
 ) -> Pack:
     """Returns how `export` writes parts of a model in codes, by default its experts; `Packing.of` checks the options.
 
@@ -293,15 +301,26 @@ def packed_parts(
     """
     codes = {"experts": None} if codes is None else codes
     container = CONTAINERS[format]
-    return partial(Packing.of, container=container, quantise=_codes, codes=codes, whole=whole, group_size=group_size)
+    return partial(
+        Packing.of,
+        container=container,
+        quantise=_codes,
+        codes=codes,
+        whole=whole,
+        group_size=group_size,
+        zero_points=zero_points,
+    )
 
 
-def _codes(kernel: np.ndarray, bits: int, group_size: int, moment: np.ndarray | None = None) -> Codes:
+def _codes(
+    kernel: np.ndarray, bits: int, group_size: int, *, moment: np.ndarray | None = None, zero_points: bool = False
+) -> Codes:
     from moe_jax.compression.coding.coder import LeastError, LeastOutputError  # takes a while to import
 
-    coder = LeastError(even=True) if moment is None else LeastOutputError(moment, even=True)
-    made = coder.quantize(kernel, bits=bits, group_size=group_size)
-    return Codes(made.codes, made.scales)
+    grid: Any = {"even": not zero_points, "whole_zeros": zero_points}
+    coder = LeastError(**grid) if moment is None else LeastOutputError(moment, in_order=True, **grid)
+    made = coder.quantize(kernel, bits=bits, group_size=group_size, zero_points=zero_points)
+    return Codes(made.codes, made.scales, made.leaves["zeros"] >> (8 - bits) if zero_points else None)
 
 
 def _calibrate(source: ModelSource, spec: ExportSpec) -> Calibrate:

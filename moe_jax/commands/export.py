@@ -51,6 +51,7 @@ GROUPS = {
         "dense_bits",
         "head_bits",
         "group_size",
+        "zero_points",
         "calibrate",
         "samples",
         "seq_len",

@@ -113,6 +113,9 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         int | None, Shown("N", "that of the experts if it fits, or the largest of 128, 64 and 32 that does")
     ] = None
     """With `format` compressed-tensors or gptq: inputs that share a scale of whole numbers."""
+    zero_points: bool = False
+    """With `format` compressed-tensors or gptq: groups of new whole numbers have a zero point beside their scale, which
+    changes the model less, and takes 4 or 8 bits for a group; not all kernels of vLLM know it."""
     calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
     """A text, or a file of rows as training data has, that the model is run on while it is put in codes: whole numbers
     and K-quants then change what linear maps give least, and not their weights. With `format` compressed-tensors or
@@ -145,7 +148,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         not_in_gguf = [name for name in ("dtype", "expert_layout", "max_shard_size") if flag_of(name) in given]
         if self.format == "gguf" and not_in_gguf:
             raise InputError(f"{', '.join(map(flag_of, not_in_gguf))}: does not go with --format gguf; see --gguf-type")
-        of_codes = ("bits", "parts", "attention_bits", "dense_bits", "head_bits", "group_size")
+        of_codes = ("bits", "parts", "attention_bits", "dense_bits", "head_bits", "group_size", "zero_points")
         given = [flag_of(name) for name in of_codes if getattr(self, name) != others[name]]
         if self.format not in CODES_OF and given:
             raise InputError(f"{', '.join(given)}: only with --format {_IN_CODES}")

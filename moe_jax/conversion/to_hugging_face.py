@@ -90,6 +90,8 @@ def export(
     packing = None if packed is None else packed(source, config)
     if packing is not None:
         tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
+        if calibrate is not None and not packing.is_calibrated:
+            raise InputError(f"--calibrate {spec.calibrate}: no part gets new whole numbers, which a text could choose")
     sizes = {
         path: sum(tensors[name].nbytes for name in tensors_of(path, mapped, packing))
         if packing is not None and packing.encoder_of(path) is not None
@@ -98,7 +100,10 @@ def export(
     }
     print_changes(source.config, config, sizes, console)
     if packing is not None:
-        for line in (packing.said(source), *packing.container.notes(packing.encoders, _main_dtype(specs))):
+        for line in (
+            packing.said(source, None if spec.calibrate is None else str(spec.calibrate)),
+            *packing.container.notes(packing.encoders, _main_dtype(specs)),
+        ):
             console.print(line, soft_wrap=True)
     if grown := _growth(source, sizes, packed=packing is not None):
         console.print(grown)

@@ -10,6 +10,10 @@ so that row q is best rounded as t_q, and not as W_q, once the rows before it ar
 write it (QuIP, arXiv 2307.13304, section 3.1): the inverse of H is not needed. Beside it, scales are chosen for the
 least squared error of the targets, each row with the weight R_qq^2 that it has in the sum.
 
+*Order*: rows may be coded in another order than they are stored in, those of large inputs first, while their errors
+still find many rows to make up for them (`act-order` in GPTQ's code). Scales then are chosen before, for the groups as
+they are stored, by the errors of the kernel with weights R_qq^2.
+
 *Row scales*, one for every input, stand beside those that groups of a column share (methods.md 4): a code stands for
 `r_i s_go level`. Choosing codes for W with row scales r is choosing them for `W / r`, where an error of row i counts
 `r_i` times: every method that codes a kernel can be used as it is.
@@ -23,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.core.errors import InputError
@@ -114,6 +118,90 @@ def quantize_with_feedback(
     _, (codes, grids) = lax.scan(code_group, jnp.zeros_like(kernel), starts)
     grid = jax.tree.map(lambda scales: scales[:, None, :], grids)._replace(table=levels) if common is None else common
     return stored(codes, grid, rows, bits, group_size, scale_bits)
+
+
+def order_of_inputs(moment: Float[np.ndarray, "i i"]) -> Int[np.ndarray, " i"]:
+    """The rows in the order in which `quantize_in_order` codes them: those of the largest inputs first."""
+    return np.argsort(-np.diagonal(moment), kind="stable").astype(np.int32)
+
+
+_ROWS_AT_ONCE = 128
+
+
+@partial(
+    jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points", "whole_zeros")
+)
+def quantize_in_order(
+    kernel: Float[Array, "i o"],
+    factor: Float[Array, "i i"],
+    order: Int[Array, " i"],
+    *,
+    bits: int,
+    group_size: int | None,
+    fit: bool = True,
+    even: bool = False,
+    table: bool = False,
+    scale_bits: int = 16,
+    zero_points: bool = False,
+    whole_zeros: bool = False,
+) -> Encoded:
+    """Quantises as `quantize_with_feedback`, with the rows in an order, and all scales chosen before.
+
+    Args:
+      kernel: float32.
+      factor: R of the second moment of its inputs in that order.
+      order: the rows.
+      bits, group_size, fit, even, table, scale_bits, zero_points, whole_zeros: those of `quantize`.
+    """
+    rows, width = kernel.shape
+    size = rows if group_size is None else group_size
+    diagonal = jnp.diagonal(factor)
+    weights = jnp.zeros(rows, jnp.float32).at[order].set((diagonal / jnp.max(diagonal)) ** 2)
+    padding = ((0, -rows % size), (0, 0))
+    groups = jnp.pad(kernel, padding).reshape(-1, size, width)
+    counts = jnp.pad(weights[:, None], padding).reshape(-1, size, 1)
+    whole = group_size is None
+    levels = fitted_table(groups, counts, bits=bits, whole=whole) if table else None
+    grid = best_grid(
+        groups,
+        counts,
+        bits=bits,
+        whole=whole,
+        fit=fit,
+        even=even,
+        scale_bits=scale_bits,
+        zero_points=zero_points,
+        whole_zeros=whole_zeros,
+        table=levels,
+    )
+
+    def by_row(scales: Float[Array, "g 1 _"]) -> Float[Array, "n _"]:
+        return jnp.pad(jnp.repeat(scales[:, 0], size, axis=0)[order], ((0, -rows % _ROWS_AT_ONCE), (0, 0)))
+
+    of_rows = jax.tree.map(by_row, grid._replace(table=None))
+    more = -rows % _ROWS_AT_ONCE  # rows without weight, which have no part in the errors of others
+    ordered = jnp.pad(kernel[order], ((0, more), (0, 0)))
+    shares = jnp.pad(factor / diagonal, ((0, more), (0, more)))
+
+    def code_rows(errors: Float[Array, "n o"], start: Array) -> tuple[Float[Array, "n o"], Array]:
+        shares_of_part = lax.dynamic_slice_in_dim(shares, start, _ROWS_AT_ONCE, axis=1)
+        own = lax.dynamic_slice_in_dim(ordered, start, _ROWS_AT_ONCE)
+        targets = own + jnp.matmul(shares_of_part.T, errors, precision="highest")
+        within = lax.dynamic_slice_in_dim(shares_of_part, start, _ROWS_AT_ONCE)
+
+        def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
+            grid_of_row = jax.tree.map(lambda scales: scales[start + row], of_rows)._replace(table=levels)
+            target = targets[row] + jnp.matmul(within[:, row], row_errors, precision="highest")
+            codes = nearest_codes(target, grid_of_row, bits)
+            return row_errors.at[row].set(own[row] - grid_of_row.numbers(codes, bits)), codes
+
+        row_errors, codes = lax.scan(code_row, jnp.zeros_like(own), jnp.arange(_ROWS_AT_ONCE, dtype=jnp.int32))
+        return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), codes
+
+    starts = jnp.arange(0, rows + more, _ROWS_AT_ONCE, dtype=jnp.int32)
+    _, codes = lax.scan(code_rows, jnp.zeros_like(ordered), starts)
+    back = jnp.zeros((rows + padding[0][1], width), codes.dtype).at[order].set(codes.reshape(-1, width)[:rows])
+    return stored(back.reshape(-1, size, width), grid, rows, bits, group_size, scale_bits)
 
 
 _ROUNDS = 10

@@ -18,6 +18,8 @@ from moe_jax.compression.calibration.expert_statistics import moments
 from moe_jax.compression.coding.calibrated_codes import (
     DAMPING,
     best_row_scales,
+    order_of_inputs,
+    quantize_in_order,
     quantize_with_feedback,
     scales_of_magnitudes,
     triangular_factor,
@@ -34,11 +36,14 @@ class _Quantizing(Coder):
 
     fit: bool
     even: bool
+    whole_zeros: bool
 
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
         options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
+        if self.whole_zeros:
+            options["whole_zeros"] = True
         if not options.pop("row_scales", False):
             return jax.tree.map(np.asarray, self._quantized(values, None, options))
         rows = self._row_scales(values, options)
@@ -55,7 +60,7 @@ class _Quantizing(Coder):
         """Quantises what row scales leave of a kernel: errors of row i count r_i times."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LeastError(_Quantizing):
     """Codes and factors of the least squared error of the entries."""
 
@@ -64,6 +69,7 @@ class LeastError(_Quantizing):
 
     fit: bool = True  # grids and scales of codes are chosen so, and not for the largest absolute value
     even: bool = False  # the grid is always the even one
+    whole_zeros: bool = False  # zero points are codes
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
         """The singular values go to both factors alike."""
@@ -84,7 +90,8 @@ class LeastOutputError(_Quantizing):
 
     Attributes:
       moment: H of the kernel's inputs, float32; any multiple of it does the same. Of zeros it counts as the identity.
-      fit, even: see `LeastError`.
+      fit, even, whole_zeros: see `LeastError`.
+      in_order: with feedback, rows of large inputs are coded first (`calibrated_codes`).
       feedback: rows of codes make up for the errors of those before them (`calibrated_codes`). Otherwise every entry is
         rounded on its own, and H says only how much the errors of a row count when scales are chosen.
     """
@@ -93,6 +100,8 @@ class LeastOutputError(_Quantizing):
     fit: bool = True
     feedback: bool = True
     even: bool = False
+    whole_zeros: bool = False
+    in_order: bool = False
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the matrix belong to inputs.
@@ -119,6 +128,12 @@ class LeastOutputError(_Quantizing):
         return best_row_scales(values, options["group_size"], self.moment, coded)
 
     def _quantized(self, values: np.ndarray, rows: np.ndarray | None, options: dict[str, Any]) -> Encoded:
+        if self.feedback and self.in_order:
+            order, moment = order_of_inputs(self.moment), self.moment
+            if rows is not None:
+                moment = moment * np.outer(rows, rows)
+                order = order_of_inputs(moment)
+            return quantize_in_order(values, triangular_factor(moment[np.ix_(order, order)]), order, **options)
         if self.feedback:
             factor = self._factor if rows is None else self._factor * rows[:, None]
             return quantize_with_feedback(values, factor, **options)

@@ -18,16 +18,24 @@ _LINE_ROUNDS = 3
 
 
 def asymmetric_grid(
-    groups: Float[Array, "g s o"], weights: Float[Array, "g s 1"], *, bits: int, scale_bits: int, fit: bool
+    groups: Float[Array, "g s o"],
+    weights: Float[Array, "g s 1"],
+    *,
+    bits: int,
+    scale_bits: int,
+    fit: bool,
+    whole_zeros: bool = False,
 ) -> Grid:
     """The grid of least squared error with zero points, as it will be read: scales and zero points [g, 1, o].
 
     Without `fit`, the least and the greatest entry are the first and the last level (but for rounding). Rows without
-    weight do not count.
+    weight do not count. With `whole_zeros`, zero points are codes themselves, from 1 on.
     """
 
     def read(grid: Grid) -> Grid:
-        return read_grid(grid, bits, scale_bits)
+        assert grid.zeros is not None
+        zeros = jnp.clip(jnp.round(grid.zeros), 1, 2**bits - 1) if whole_zeros else grid.zeros
+        return read_grid(grid._replace(zeros=zeros), bits, scale_bits)
 
     def better(best: tuple[Array, Grid], grid: Grid) -> tuple[Array, Grid]:
         grid = read(grid)
@@ -37,6 +45,8 @@ def asymmetric_grid(
 
     def refit(best: tuple[Array, Grid], _: None) -> tuple[tuple[Array, Grid], None]:
         codes = _nearest_with_zeros(groups, best[1], bits)
+        if whole_zeros:
+            best = better(best, _slope(groups, codes, weights, best[1]))
         return better(best, _line(groups, codes, weights, best[1])), None
 
     least, greatest = spans(groups, weights)
@@ -96,6 +106,15 @@ def _line(groups: Array, codes: Array, weights: Array, grid: Grid) -> Grid:
     return Grid(jnp.where(is_line, slope / 2, grid.scales), None, jnp.where(is_line, zeros, grid.zeros))
 
 
+def _slope(groups: Array, codes: Array, weights: Array, grid: Grid) -> Grid:
+    """Scale of the straight line through entries over codes that is zero at the zero point of `grid`."""
+    assert grid.zeros is not None
+    from_zero = codes - grid.zeros
+    squares = _row_sums(weights, from_zero**2)
+    slope = _row_sums(weights, from_zero * groups) / jnp.where(squares > 0, squares, 1)
+    return grid._replace(scales=jnp.where(slope > 0, slope / 2, grid.scales))
+
+
 # Where the search for a scale begins: the largest level as a share of the largest absolute value of a group. On the odd
 # grid each is only the neighbourhood of a best scale, which least squares then finds.
 _ODD_SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
@@ -111,7 +130,9 @@ _FITTING_ROUNDS = 3
 _TABLE_ROUNDS = 12
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points"))
+@partial(
+    jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points", "whole_zeros")
+)
 def quantize(
     kernel: Float[Array, "i o"],
     *,
@@ -124,6 +145,7 @@ def quantize(
     table: bool = False,
     scale_bits: int = 16,
     zero_points: bool = False,
+    whole_zeros: bool = False,
 ) -> Encoded:
     """Quantises: leaves as `packing` describes them. Codes are chosen for scales, and a table, as stored.
 
@@ -140,6 +162,7 @@ def quantize(
       table: the kernel has a table of levels of its own, fitted together with its scales.
       scale_bits: of a scale, 16 or 8: see `functional.codes`.
       zero_points: every group has a zero point beside its scale.
+      whole_zeros: it is a code itself, from 1 on, as formats of other libraries have it.
     """
     rows, width = kernel.shape
     size = rows if group_size is None else group_size
@@ -153,7 +176,15 @@ def quantize(
         largest = jnp.maximum(jnp.max(weights), jnp.finfo(jnp.float32).tiny)
         counts = counts * jnp.pad(weights / largest, (0, -rows % size)).reshape(-1, size)[:, :, None]
     levels = fitted_table(groups, counts, bits=bits, whole=whole) if table else None
-    choose = partial(best_grid, bits=bits, fit=fit, even=even, scale_bits=scale_bits, zero_points=zero_points)
+    choose = partial(
+        best_grid,
+        bits=bits,
+        fit=fit,
+        even=even,
+        scale_bits=scale_bits,
+        zero_points=zero_points,
+        whole_zeros=whole_zeros,
+    )
     grid = choose(groups, counts, whole=whole, table=levels)
     return stored(nearest_codes(groups, grid, bits), grid, rows, bits, group_size, scale_bits)
 
@@ -187,11 +218,12 @@ def best_grid(
     even: bool,
     scale_bits: int,
     zero_points: bool,
+    whole_zeros: bool = False,
     table: Float[Array, " n"] | None = None,
 ) -> Grid:
     """The grids of groups of entries, [g, 1, o], as they will be read; see `quantize` and `best_scales`."""
     if zero_points:
-        return asymmetric_grid(groups, weights, bits=bits, scale_bits=scale_bits, fit=fit)
+        return asymmetric_grid(groups, weights, bits=bits, scale_bits=scale_bits, fit=fit, whole_zeros=whole_zeros)
     scales = best_scales(groups, weights, bits=bits, whole=whole, fit=fit, even=even, table=table)
     return Grid(scales_of(scale_leaves(scales, scale_bits)), table)
 

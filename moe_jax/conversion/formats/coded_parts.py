@@ -71,6 +71,7 @@ class Packing:
         codes: Mapping[str, str | None],
         whole: bool,
         group_size: int | None,
+        zero_points: bool = False,
     ) -> "Packing":
         """Returns the packing asked for.
 
@@ -87,6 +88,7 @@ class Packing:
           codes: bits, or another format of numbers that the container has, by part; None, of experts: see above.
           whole: whether attention and dense FFNs that are not among `codes` have the format of the experts, too.
           group_size: inputs that share a scale, of whole numbers.
+          zero_points: whether their groups have a zero point.
 
         Raises:
           InputError: if there is no such format, or it does not fit a matrix, or nothing would be in codes.
@@ -111,29 +113,43 @@ class Packing:
                 encoders[part] = container.encoders[code]()
                 continue
             size = _group_size(parts[part], own.codes.group_size if own and part == "experts" else None, group_size)
-            encoders[part] = container.whole_numbers(int(code), size, quantise)
-        if group_size is not None and not any(isinstance(one, WholeNumbers) for one in encoders.values()):
-            raise InputError(f"--group-size {group_size} is for whole numbers (4 or 8 bits), and no part is in them")
+            numbers = container.whole_numbers(int(code), size, quantise)
+            encoders[part] = dataclasses.replace(numbers, symmetric=not zero_points)
+        if not any(isinstance(one, WholeNumbers) for one in encoders.values()):
+            asked = "--zero-points" if zero_points else f"--group-size {group_size}"
+            if zero_points or group_size is not None:
+                raise InputError(f"{asked} is for whole numbers (of 4 or 8 bits), and no part is in them")
         kept_scales, stored = None, _stays(source, written, encoders.get("experts"), own)
         if stored and own is not None:
             encoders = container.keeping(encoders, own)
             kept_scales = container.kept_scales(own, _of_all_experts(source, "scales"))
         return cls(container=container, encoders=encoders, stored=stored, kept_scales=kept_scales)
 
-    def said(self, source: ModelSource) -> str:
-        """Returns a line about the codes, and whether the experts keep theirs, or get new ones."""
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether there are new codes that a calibration can choose."""
+        new = (encoder for part, encoder in self.encoders.items() if not (self.stored and part == "experts"))
+        return any(isinstance(encoder, WholeNumbers) for encoder in new)
+
+    def said(self, source: ModelSource, text: str | None) -> str:
+        """Returns a line about the codes, and whether the experts keep theirs, or get new ones.
+
+        `text` is what these are chosen by; None: they are rounded.
+        """
+        how = "rounded" if text is None else f"whole numbers by what {text} gives the model"
         words = {part: encoder.word for part, encoder in self.encoders.items()}
         if "experts" not in words:
-            return _joined(words) + ": rounded"
+            return f"{_joined(words)}: {how}"
         had = {
             _in_words(form)
             for i in source.config.moe_layers
             if (form := _whole_numbers(source.config.moe(i))) is not None
         }
-        again = f"rounded again, from {' and '.join(sorted(had))}, which loses a little" if had else "rounded"
+        again = "rounded again" if text is None else how
+        again = f"{again}, from {' and '.join(sorted(had))}, which loses a little" if had else how
         kept = "the codes that they have" if self.stored else again
         others = {part: word for part, word in words.items() if part != "experts"}
-        return f"experts are in {words['experts']}: {kept}" + (f"; {_joined(others)}: rounded" if others else "")
+        return f"experts are in {words['experts']}: {kept}" + (f"; {_joined(others)}: {how}" if others else "")
 
     def encoder_of(self, path: str) -> Encoder | None:
         """Returns the format of a leaf; None: it is written as it is."""

@@ -178,6 +178,9 @@ class InCompressedTensors(Container):
                 f"note: Transformers runs what is in NVFP4 in bfloat16, and the rest of the model is in {dtype}; for "
                 "it, add --dtype bfloat16, or load the model with CompressedTensorsConfig(dequantize=True)"
             )
+        experts = encoders.get("experts")
+        if isinstance(experts, WholeNumbers) and not experts.symmetric:
+            made.append("note: Transformers cannot read experts with zero points; for it, export without --zero-points")
         return made
 
 

@@ -48,8 +48,16 @@ class Codes(NamedTuple):
 class Quantise(Protocol):
     """Rounds kernels to whole numbers."""
 
-    def __call__(self, kernel: np.ndarray, bits: int, group_size: int, moment: np.ndarray | None = None) -> Codes:
-        """Returns the codes of a kernel float32[i, o].
+    def __call__(
+        self,
+        kernel: np.ndarray,
+        bits: int,
+        group_size: int,
+        *,
+        moment: np.ndarray | None = None,
+        zero_points: bool = False,
+    ) -> Codes:
+        """Returns the codes of a kernel float32[i, o], with `zero_points` or without.
 
         Given the second moment float32[i, i] of its inputs, outputs change least; without it, the kernel does.
         """
@@ -121,7 +129,8 @@ class WholeNumbers(Encoder):
 
     @property
     def word(self) -> str:
-        return f"{self.bits} bits, {'all' if self.group_size is None else self.group_size} inputs to a scale"
+        size = "all" if self.group_size is None else self.group_size
+        return f"{self.bits} bits, {size} inputs to a scale{'' if self.symmetric else ' and zero point'}"
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -146,12 +155,16 @@ class WholeNumbers(Encoder):
 
     def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
         size = self.group_size or _multiple(matrix.shape[1])
-        codes = self.quantise(np.ascontiguousarray(matrix.T), self.bits, size, moment)
+        kernel = np.ascontiguousarray(matrix.T)
+        codes = self.quantise(kernel, self.bits, size, moment=moment, zero_points=not self.symmetric)
         tensors = self.tensors(codes, matrix.shape, scales)
         words, steps = self.stored(tensors)
         steps = np.repeat(steps.astype(np.float32), self.group_size or matrix.shape[1], axis=1)
-        numbers = unpacked(words, self.bits, matrix.shape[1])
-        return Encoded(tensors, numbers.astype(np.float32) * steps)
+        numbers = unpacked(words, self.bits, matrix.shape[1]).astype(np.float32)
+        if codes.zeros is not None:
+            zeros = codes.zeros.T.astype(np.float32) - (1 << (self.bits - 1))
+            numbers -= np.repeat(zeros, self.group_size or matrix.shape[1], axis=1)
+        return Encoded(tensors, numbers * steps)
 
     def stored(self, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the codes in words, a row for every output, and scales [out, groups]."""

@@ -6,7 +6,13 @@ import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.compression.coding.calibrated_codes import DAMPING, quantize_with_feedback, triangular_factor
+from moe_jax.compression.coding.calibrated_codes import (
+    DAMPING,
+    order_of_inputs,
+    quantize_in_order,
+    quantize_with_feedback,
+    triangular_factor,
+)
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.core.code_options import TABLE_BITS
@@ -83,6 +89,47 @@ def test_is_gptq_with_the_same_scales(seed: int, rows: int, bits: int, group_siz
     assert differ.sum() <= 1
     best, ours = (output_error(kernel - q, damped(moment)) for q in (expected, np.asarray(made.approximation)))
     assert ours == pytest.approx(best, rel=1e-3 if not differ.any() else 0.2)
+
+
+@settings(max_examples=examples(6))
+@given(seed=st.integers(0, 1000), rows=st.sampled_from((13, 40)), bits=st.sampled_from((8, 4, 3)), zeros=st.booleans())
+def test_in_order_is_gptq_of_the_rows_in_that_order(seed: int, rows: int, bits: int, zeros: bool) -> None:
+    """Given the scales and zero points that were chosen before, every code is that of the published update."""
+    kernel, moment = np.random.default_rng(seed).standard_normal((rows, 3)).astype(np.float32), moment_of(rows, seed)
+    order = order_of_inputs(moment)
+    assert (np.diff(np.diagonal(moment)[order]) <= 0).all()
+    factor = triangular_factor(moment[np.ix_(order, order)])
+    made = quantize_in_order(
+        kernel, factor, order, bits=bits, group_size=8, even=not zeros, zero_points=zeros, whole_zeros=zeros
+    )
+    scales = np.repeat(np.asarray(made.scales, np.float64), 8, axis=0)[:rows]
+    offset = (2**bits - 1 + (scales < 0)) / 2
+    if zeros:
+        stored = np.asarray(made.leaves["zeros"])
+        assert not (stored % (1 << (8 - bits))).any() and stored.min() >= 1 << (8 - bits)
+        offset = np.repeat(stored / (1 << (8 - bits)), 8, axis=0)[:rows].astype(np.float64)
+
+    def rounded(row: np.ndarray, index: int) -> np.ndarray:
+        scale, middle = scales[order[index]], offset[order[index]]
+        levels = 2 * (np.arange(2**bits)[:, None] - middle) * scale
+        return np.take_along_axis(levels, np.argmin(np.abs(row - levels), axis=0)[None], 0)[0]
+
+    expected = np.empty_like(kernel, np.float64)
+    expected[order] = gptq(kernel[order], moment[np.ix_(order, order)], rounded)
+    differ = np.abs(np.asarray(made.approximation) - expected).max(axis=0) > 1e-3
+    assert differ.sum() <= 1  # ties, as above
+
+
+def test_in_order_changes_outputs_less() -> None:
+    """Where inputs are of very different sizes, and scales have to be those of whole groups all the same."""
+    kernel, moment = np.random.default_rng(0).standard_normal((128, 48)).astype(np.float32), moment_of(128, 2)
+    sizes = np.exp(np.random.default_rng(1).standard_normal(128)).astype(np.float32)
+    moment *= np.outer(sizes, sizes)
+    errors = [
+        output_error(kernel - coder.quantize(kernel, bits=4, group_size=32).approximation, moment)
+        for coder in (LeastOutputError(moment, even=True), LeastOutputError(moment, even=True, in_order=True))
+    ]
+    assert errors[1] < 0.8 * errors[0]
 
 
 def test_factor_is_upper_triangular_and_of_the_damped_moment() -> None:

@@ -39,9 +39,21 @@ def endings(folder: pathlib.Path) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "code"), [("llama", "4"), ("mixtral", "8"), ("llama", "fp8"), ("llama", "mxfp4")])
-def test_transformers_reads_what_we_read(plain, tmp_path, name, code):
-    moe_jax.export(plain(name), tmp_path / "codes", format="compressed-tensors", bits=code, parts="model")
+@pytest.mark.parametrize(
+    ("name", "code", "zeros"),
+    [
+        ("llama", "4", False),
+        ("mixtral", "8", False),
+        ("llama", "fp8", False),
+        ("llama", "mxfp4", False),
+        ("llama", "4", True),
+        ("llama", "8", True),
+    ],
+)
+def test_transformers_reads_what_we_read(plain, tmp_path, name, code, zeros):
+    moe_jax.export(
+        plain(name), tmp_path / "codes", format="compressed-tensors", bits=code, parts="model", zero_points=zeros
+    )
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "codes",
         output_loading_info=True,
