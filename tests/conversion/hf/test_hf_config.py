@@ -84,7 +84,7 @@ def test_keys_that_say_nothing(key: str, nothing: object, something: object):
 
 
 def test_all_families_are_found_in_order():
-    sources = "".join(file.read_text() for file in pathlib.Path(families.__file__).parent.glob("[!_]*.py"))
+    sources = "".join(file.read_text() for file in pathlib.Path(families.__file__).parent.rglob("[!_]*.py"))
     defined = re.findall(r"^[A-Z0-9_]+ = Family\(\n +name=\"(\w+)\"", sources, re.M)
     made_of_others = re.findall(r"^([A-Z0-9_]+) = _(?:made_of|with_experts)\(", sources, re.M)
     defined += [name.lower() for name in made_of_others]
@@ -93,7 +93,7 @@ def test_all_families_are_found_in_order():
 
 def test_a_family_in_a_file_of_its_own_is_found(tmp_path, monkeypatch):
     (tmp_path / "of_tomorrow.py").write_text(
-        "import dataclasses\nfrom moe_jax.conversion.families.llama import LLAMA\n"
+        "import dataclasses\nfrom moe_jax.conversion.families.dense.llama import LLAMA\n"
         "OF_TOMORROW = dataclasses.replace(LLAMA, name='of_tomorrow')\n"
     )
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
