@@ -1,48 +1,32 @@
-"""DeepSeekMoE 16B, DeepSeek-V2 (also V2-Lite) and DeepSeek-V3 (also R1): MoEs above some dense layers.
+"""DeepSeekMoE 16B, DeepSeek-V2 (also V2-Lite) and DeepSeek-V3 (also R1): MoEs above some dense layers."""
 
-The shared experts of a layer are stored as one FFN as wide as all of them together, and that is what they are: an FFN
-that sees every token with weight 1.
-"""
-
-import dataclasses
 import math
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.table import Row, Table, linear, norm
+from moe_jax.conversion.families.moe.latent_attention import (
+    LATENT_ATTENTION,
+    read_latent_attention,
+    write_latent_decoder,
+)
+from moe_jax.conversion.families.moe.usual_moe import (
+    FURTHER,
+    MOE_MLP,
+    above_dense,
+    check_further,
+    read_balanced,
+    read_moe_layers,
+    write_balanced,
+    write_moe_layers,
+)
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import (
     AttentionConfig,
-    LatentConfig,
     LayerConfig,
     ModelConfig,
-    MoEConfig,
-    RopeConfig,
     SelectionConfig,
-)
-
-_MLP: Table = (
-    *usual.ROUTER,
-    Row("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers/{i}/mlp/router/selection_bias"),
-    *usual.gated_experts(),
-    *usual.gated_ffn("model.layers.{i}.mlp.shared_experts", "layers/{i}/mlp/universal"),
-    *usual.GATED_FFN,
-)
-
-_LATENT_ATTENTION: Table = (
-    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
-    *linear("model.layers.{i}.self_attn.q_proj", "layers/{i}/attention/q"),
-    *linear("model.layers.{i}.self_attn.q_a_proj", "layers/{i}/attention/q_down"),
-    *norm("model.layers.{i}.self_attn.q_a_layernorm", "layers/{i}/attention/q_norm"),
-    *linear("model.layers.{i}.self_attn.q_b_proj", "layers/{i}/attention/q_up"),
-    *linear("model.layers.{i}.self_attn.kv_a_proj_with_mqa", "layers/{i}/attention/kv_down"),
-    *norm("model.layers.{i}.self_attn.kv_a_layernorm", "layers/{i}/attention/kv_norm"),
-    *linear("model.layers.{i}.self_attn.kv_b_proj", "layers/{i}/attention/kv_up"),
-    *linear("model.layers.{i}.self_attn.o_proj", "layers/{i}/attention/o"),
-    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
 )
 
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False}
@@ -68,32 +52,15 @@ def _read_layers(config: HFConfig, attention: AttentionConfig, **moe_fields: Any
 
     Further keywords, on the gate and its selection, go to `MoEConfig`.
     """
-    first, step = config.required_integer("first_k_dense_replace"), config.integer("moe_layer_freq")
+    step = config.integer("moe_layer_freq")
     step = 1 if step is None else step
-    if first < 0 or step < 1:
-        raise InputError(
-            f"config.json: first_k_dense_replace={first} must be at least 0, and moe_layer_freq={step} at least 1"
-        )
+    if step < 1:
+        raise InputError(f"config.json: moe_layer_freq={step} must be at least 1")
     # Without experts all layers are dense.
-    num_experts = config.integer("n_routed_experts")
-    moes = {i for i in range(usual.num_layers(config)) if num_experts is not None and i >= first and i % step == 0}
-
-    def read_moe() -> MoEConfig:
-        expert = usual.read_gated_ffn(config, dim="moe_intermediate_size")
-        shared = config.integer("n_shared_experts") or 0
-        if shared < 0:
-            raise InputError(f"config.json: n_shared_experts={shared} must not be negative")
-        return MoEConfig(
-            expert=expert,
-            num_experts=num_experts or 0,
-            top_k=config.required_integer("num_experts_per_tok"),
-            balance_coef=config.number("aux_loss_alpha") or 0.0,
-            universal="one" if shared else "none",
-            universal_dim=shared * expert.dim if shared else None,
-            **moe_fields,
-        )
-
-    return usual.mixed_layers(config, [attention] * usual.num_layers(config), moes, read_moe)
+    moes = [i for i in above_dense(config) if config.integer("n_routed_experts") is not None and i % step == 0]
+    count = usual.num_layers(config)
+    balance_coef = (config.number("aux_loss_alpha") or 0.0) if moes else 0.0
+    return read_moe_layers(config, [attention] * count, moes, balance_coef=balance_coef, **moe_fields)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
@@ -101,96 +68,9 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
     moes = config.moe_layers
     first = moes[0] if moes else config.num_layers
     follow = moes == tuple(range(first, config.num_layers))
-
-    def moe_keys(moe: MoEConfig) -> dict[str, Any]:
-        return {
-            "n_routed_experts": moe.num_experts,
-            "n_shared_experts": _num_shared(config, moe),
-            "num_experts_per_tok": moe.top_k,
-            "aux_loss_alpha": moe.balance_coef,
-        }
-
     which = {"first_k_dense_replace": first, "moe_layer_freq": 1 if follow else math.gcd(*moes)}
-    return {**which, **usual.write_mixed(config, moe_keys)}
-
-
-def _num_shared(config: ModelConfig, moe: MoEConfig) -> int | None:
-    if not moe.universal_beside:
-        return None
-    count, remainder = divmod(moe.universal_ffn.dim, moe.expert.dim)
-    if remainder:
-        raise InputError(
-            f"in the format of {config.family!r} shared experts are a whole number of experts wide, but they are "
-            f"{moe.universal_ffn.dim} wide and an expert {moe.expert.dim}"
-        )
-    return count
-
-
-def _read_latent_attention(config: HFConfig, *, interleaved: bool) -> AttentionConfig:
-    """Reads multi-head latent attention; its scale depends on the rotary embedding."""
-    heads, kv_heads = config.required_integer("num_attention_heads"), config.integer("num_key_value_heads")
-    if kv_heads is not None and kv_heads != heads:
-        raise InputError(
-            f"config.json: num_key_value_heads={kv_heads} must be num_attention_heads={heads}: latent attention makes "
-            "keys and values for every head"
-        )
-    latent = LatentConfig(
-        kv_rank=config.required_integer("kv_lora_rank"),
-        rope_dim=config.required_integer("qk_rope_head_dim"),
-        value_dim=config.required_integer("v_head_dim"),
-        q_rank=config.integer("q_lora_rank"),
-        interleaved=interleaved,
-    )
-    max_positions = config.required_integer("max_position_embeddings")
-    rope = read_rope(config, max_positions=max_positions, head_dim=latent.rope_dim)
-    if rope.fraction != 1.0:
-        raise InputError(
-            f"config.json: partial_rotary_factor is {rope.fraction}, but qk_rope_head_dim says what of a head is "
-            "rotated; leave it out"
-        )
-    head_dim = config.required_integer("qk_nope_head_dim") + latent.rope_dim
-    downs = ("kv_down", "o") if latent.q_rank is None else ("q_down", "kv_down", "o")
-    attention = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        biases=downs if config.flag("attention_bias") else (),
-        latent=latent,
-    )
-    return dataclasses.replace(attention, scale=_scale(config, attention, rope))
-
-
-def _scale(config: HFConfig, attention: AttentionConfig, rope: RopeConfig) -> float | None:
-    """Returns the scale of scores: YaRN's `mscale_all_dim` is in it twice, for queries and for keys."""
-    if rope.scaling == "yarn":
-        magnitude = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(max(1.0, rope.factor)) + 1.0
-        return None if magnitude == 1.0 else attention.score_scale * magnitude**2
-    if rope.scaling != "none" and (config.unread_keys().get("rope_scaling") or {}).get("mscale_all_dim"):
-        raise InputError(f"config.json: rope mscale_all_dim goes with type 'yarn', not with {rope.scaling!r}")
-    return None
-
-
-def _write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys that `read_decoder` and `_read_latent_attention` read."""
-    attention = usual.same_in_all_layers(config, "attention", lambda layer: layer.attention)
-    latent = attention.latent
-    if latent is None:
-        raise InputError(f"the format of {config.family!r} has latent attention only")
-    keys = usual.write_decoder(config) | {
-        "kv_lora_rank": latent.kv_rank,
-        "q_lora_rank": latent.q_rank,
-        "qk_nope_head_dim": attention.head_dim - latent.rope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
-        "attention_bias": bool(attention.biases),
-    }
-    # Transformers means the rotated part by it, and derives it.
-    del keys["head_dim"]
-    scaling = keys["rope_scaling"]
-    if scaling is not None and "rope_type" in scaling:
-        # The code that came with the checkpoints knows this name; Transformers knows both names.
-        keys["rope_scaling"] = {"type": scaling["rope_type"]} | {k: v for k, v in scaling.items() if k != "rope_type"}
-    return keys
+    coefficient = {"aux_loss_alpha": config.moe(first).balance_coef} if moes else {}
+    return {**which, **write_moe_layers(config, nothing_shared=None), **coefficient}
 
 
 # --- DeepSeekMoE 16B, the first: plain attention, and code that comes with the checkpoint ---------
@@ -235,7 +115,7 @@ DEEPSEEK = Family(
     harmless=_TRAINING_KEYS,
     read=_read_v1,
     write=_write_v1,
-    table=(*usual.EMBEDDING, *usual.PLAIN_ATTENTION, *_MLP, *usual.HEAD),
+    table=(*usual.EMBEDDING, *usual.PLAIN_ATTENTION, *MOE_MLP, *usual.HEAD),
 )
 
 # --- DeepSeek-V2: latent attention, and experts that may be chosen from the best groups of them ---
@@ -250,7 +130,7 @@ def _read_v2(config: HFConfig) -> ModelConfig:
     # False in all released checkpoints. If true, the code that came with them renormalises and does not scale, and
     # Transformers scales and does not renormalise.
     config.must_be("norm_topk_prob", False)
-    attention = _read_latent_attention(config, interleaved=True)
+    attention = read_latent_attention(config, interleaved=True)
     layers = _read_layers(
         config,
         attention,
@@ -272,7 +152,7 @@ def _read_selection(config: HFConfig) -> SelectionConfig:
 
 
 def _write_v2(config: ModelConfig) -> dict[str, Any]:
-    keys = _write_latent_decoder(config) | _write_layers(config)
+    keys = write_latent_decoder(config) | _write_layers(config)
     if config.moe_layers:
         moe = config.moe(config.moe_layers[0])
         keys |= {"routed_scaling_factor": moe.gate_scale, "topk_method": _GREEDY}
@@ -304,53 +184,27 @@ DEEPSEEK_V2 = Family(
     harmless=("n_group", "topk_group", *_DERIVED_WIDTHS, *_TRAINING_KEYS),
     read=_read_v2,
     write=_write_v2,
-    table=(*usual.EMBEDDING, *_LATENT_ATTENTION, *_MLP, *usual.HEAD),
+    table=(*usual.EMBEDDING, *LATENT_ATTENTION, *MOE_MLP, *usual.HEAD),
 )
 
 # --- DeepSeek-V3: sigmoid scores with a selection bias, which keeps experts in balance ------------
-
-
-_FURTHER, _MOST_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers"), 100
 
 
 def _read_v3(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "sigmoid")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("moe_layer_freq", 1)
-    for key in _FURTHER:
-        count = config.integer(key)
-        if count is not None and not 0 <= count <= _MOST_FURTHER:
-            raise InputError(f"config.json: {key}={count} must lie between 0 and {_MOST_FURTHER}")
-    attention = _read_latent_attention(config, interleaved=config.flag("rope_interleave"))
-    layers = _read_layers(
-        config,
-        attention,
-        gate="topk_sigmoid" if config.flag("norm_topk_prob") else "sigmoid_topk",
-        gate_scale=config.required_number("routed_scaling_factor"),
-        selection=SelectionConfig(
-            bias=True,
-            groups=config.required_integer("n_group"),
-            top_groups=config.required_integer("topk_group"),
-            group_score="best_two",
-        ),
-    )
-    return usual.read_decoder(config, "deepseek_v3", layers)
+    check_further(config)
+    attention = read_latent_attention(config, interleaved=config.flag("rope_interleave"))
+    return usual.read_decoder(config, "deepseek_v3", _read_layers(config, attention, **read_balanced(config)))
 
 
 def _write_v3(config: ModelConfig) -> dict[str, Any]:
     latent = config.layers[0].attention.latent
-    keys = _write_latent_decoder(config) | _write_layers(config)
+    keys = write_latent_decoder(config) | _write_layers(config)
     keys |= {"rope_interleave": latent is not None and latent.interleaved, "num_nextn_predict_layers": 0}
     if config.moe_layers:
-        moe = config.moe(config.moe_layers[0])
-        keys |= {
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "norm_topk_prob": moe.gate == "topk_sigmoid",
-            "routed_scaling_factor": moe.gate_scale,
-            "n_group": moe.selection.groups,
-            "topk_group": moe.selection.top_groups,
-        }
+        keys |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", **write_balanced(config)}
     return keys
 
 
@@ -377,6 +231,6 @@ DEEPSEEK_V3 = Family(
     harmless=(*_DERIVED_WIDTHS, *_TRAINING_KEYS),
     read=_read_v3,
     write=_write_v3,
-    table=(*usual.EMBEDDING, *_LATENT_ATTENTION, *_MLP, *usual.HEAD),
-    further=_FURTHER,
+    table=(*usual.EMBEDDING, *LATENT_ATTENTION, *MOE_MLP, *usual.HEAD),
+    further=FURTHER,
 )
