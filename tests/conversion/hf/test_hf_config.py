@@ -152,6 +152,7 @@ ATTENTION_BIASES = {
     "deepseek_v3": ("q_down", "kv_down", "o"),
     "glm4_moe": ("q", "k", "v"),
     "dots1": ("q", "k", "v", "o"),
+    "gpt_oss": ("q", "k", "v", "o"),
 }
 
 
@@ -522,6 +523,10 @@ def test_bad_configs_of_single_families():
         ("minimax_m2", {"rotary_dim": 13}, "rotary_dim=13 must lie"),
         ("minimax_m2", {"partial_rotary_factor": 0.25}, "agree with partial_rotary_factor=0.25"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "'attn_type_list' is [1, 0], only"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "'swiglu_limit' is 6.0, only 7.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "'swiglu_alpha' is 1.0, only 1.702"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu', only 'silu'"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("gemma", {"hidden_size": 0}, "hidden_size=0 must"),
         ("t5", {"num_layers": 0}, "num_layers=0 must"),
         ("t5", {"num_decoder_layers": -1}, "num_decoder_layers=-1 must"),
