@@ -136,20 +136,24 @@ class Packing:
 
         `text` is what these are chosen by; None: they are rounded.
         """
-        how = "rounded" if text is None else f"whole numbers by what {text} gives the model"
+        chosen, by = ("rounded", "") if text is None else ("chosen", f" by what {text} gives the model")
+        how = chosen + by
         words = {part: encoder.word for part, encoder in self.encoders.items()}
         if "experts" not in words:
             return f"{_joined(words)}: {how}"
+        others = _joined({part: word for part, word in words.items() if part != "experts"})
+        experts = f"experts are in {words['experts']}"
+        if self.stored:
+            return f"{experts}: the codes that they have" + (f"; {others}: {how}" if others else "")
         had = {
             _in_words(form)
             for i in source.config.moe_layers
             if (form := _whole_numbers(source.config.moe(i))) is not None
         }
-        again = "rounded again" if text is None else how
-        again = f"{again}, from {' and '.join(sorted(had))}, which loses a little" if had else how
-        kept = "the codes that they have" if self.stored else again
-        others = {part: word for part, word in words.items() if part != "experts"}
-        return f"experts are in {words['experts']}: {kept}" + (f"; {_joined(others)}: {how}" if others else "")
+        if had:
+            again = f"{chosen} again{by}, from {' and '.join(sorted(had))}, which loses a little"
+            return f"{experts}: {again}" + (f"; {others}: {how}" if others else "")
+        return f"{experts}{', ' if others else ''}{others}: {how}"
 
     def encoder_of(self, path: str) -> Encoder | None:
         """Returns the format of a leaf; None: it is written as it is."""
