@@ -1,7 +1,7 @@
 """Hugging Face config.json <-> ModelConfig, for all families."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig, is_integer
@@ -9,7 +9,7 @@ from moe_jax.conversion.families import FAMILIES, Family, family_named
 from moe_jax.conversion.formats import format_of, without_format
 from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
 from moe_jax.conversion.vision_formats.vision_format import Parts
-from moe_jax.core.errors import InputError, raise_if_any, shown
+from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
 from moe_jax.images.processing import read_processing
 from moe_jax.models import ImageProcessing, ModelConfig
 
@@ -236,9 +236,10 @@ def _family_name(data: Mapping[str, Any]) -> str:
         known = {family.classifier_architecture: family.name for family in FAMILIES.values()} | by_architecture
         name = next((known[one] for one in _architectures(data) if one in known), None)
         if name is None:
+            given = data.get("architectures") or []
             raise InputError(
-                f"config.json has no model_type and architectures {shown(data.get('architectures') or [])}; "
-                f"known: {', '.join(family.architecture for family in FAMILIES.values() if _is_alone(family))}"
+                f"config.json has no model_type and architectures {shown(given)}, of which none is known"
+                f"{_nearest_to(given, known)}; add its model_type, one of {len(FAMILIES)} in the documentation"
             )
     within = [family.within[0] for family in FAMILIES.values() if family.within is not None]
     if not isinstance(name, str) or name not in {*FAMILIES, *MODEL_TYPES, *within}:
@@ -247,13 +248,17 @@ def _family_name(data: Mapping[str, Any]) -> str:
                 f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language "
                 "model alone, with a config.json of its own, and convert that"
             )
-        raise InputError(f"config.json: unknown model_type {shown(name)}; known families: {', '.join(FAMILIES)}")
+        raise InputError(
+            f"config.json: unknown model_type {shown(name)}{_nearest_to([name], FAMILIES)}; the documentation has "
+            f"the {len(FAMILIES)} families that are known"
+        )
     return name
 
 
-def _is_alone(family: Family) -> bool:
-    """Whether a family is of whole models of text: neither image encoders nor those that see with one."""
-    return family.processing is None and family.sees is None
+def _nearest_to(given: Any, known: Iterable[str | None]) -> str:
+    """Returns a hint at the known name that is like the first of those given, if that is a string."""
+    first = given[0] if isinstance(given, list) and given else None
+    return nearest(first, [one for one in known if one is not None]) if isinstance(first, str) else ""
 
 
 def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class AttentionConfig:
       scale: of the scores; None: 1/sqrt(head_dim).
       score_soft_cap: scaled scores become `c tanh(scores / c)` (Gemma 2); None: no cap.
       rope: the layer's own rotary embedding; None: that of the model.
+      rope_interleaved: rotated pairs are neighbours, (2i, 2i + 1), and not (i, i + r/2) of r rotated entries (ERNIE
+        4.5, GLM-4, Command R); of latent attention `latent` says it.
       relative_bias: a bias for the distance of key and query is added to the scores; all layers of the stack share its
         table (T5). None: no bias.
       source_dim: in cross-attention, width of the input of keys and values, where it is not the model's.
@@ -94,6 +96,7 @@ class AttentionConfig:
     scale: float | None = None
     score_soft_cap: float | None = None
     rope: RopeConfig | None = None
+    rope_interleaved: bool = False
     relative_bias: RelativeBiasConfig | None = None
     source_dim: int | None = None
     nf4: bool = False
@@ -136,6 +139,8 @@ class AttentionConfig:
             raise InputError(
                 f"rope_dim={latent.rope_dim} must be below head_dim={self.head_dim}, of which it is a part"
             )
+        if self.rope_interleaved:
+            raise InputError("rope_interleaved is for plain attention: of latent attention latent.interleaved says it")
         others = (self.clip_qkv, self.score_soft_cap, self.source_dim, self.relative_bias)
         if self.qk_norm != "none" or any(other is not None for other in others):
             raise InputError("latent attention has no qk_norm, clip_qkv, score_soft_cap, source_dim or relative_bias")

@@ -22,6 +22,9 @@ FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.
 VERSION = 2
 
+# Fields of attention that older files lack.
+_NEWER = ("rope_interleaved",)
+
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Returns a JSON-able dict from which `config_from_json` rebuilds an equal config."""
@@ -142,6 +145,10 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
         del fields["module"]  # as in older files
     if not layer.branch_scales:
         del fields["branch_scales"]  # likewise
+    for attention in filter(None, (fields["attention"], fields["cross"])):
+        for name in _NEWER:
+            if attention[name] == getattr(AttentionConfig, name):
+                del attention[name]  # likewise
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
     for name in ("router", "router_bias", "balance_choices", "capacity_rows"):

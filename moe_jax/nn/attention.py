@@ -90,7 +90,7 @@ class Attention(nnx.Module):
         q = self._queries(x, keys["q"])
         k, v = self._keys_and_values(x, keys["k"], keys["v"])
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            q, k = (apply_rope(one, *rope, interleaved=self.config.rope_interleaved) for one in (q, k))
         if cache is None:
             y = _attend(self.config, q, k, v, visible, bias, aligned=True)
             return self._out(y, keys), None

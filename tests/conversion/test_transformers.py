@@ -71,7 +71,15 @@ def test_saved_converted_exported_loaded(saved, tmp_path: pathlib.Path, name: st
     assert_same_model(tmp_path / "back", foreign)
 
 
-NAMES = ["mixtral", "olmoe", "qwen2_moe-dense-layers", "qwen3_moe-dense-layers", "deepseek_v3"]
+NAMES = [
+    "mixtral",
+    "olmoe",
+    "qwen2_moe-dense-layers",
+    "qwen3_moe-dense-layers",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "minimax_m2",
+]
 
 
 @one_in(6)

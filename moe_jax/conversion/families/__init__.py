@@ -1,4 +1,8 @@
-"""Families of models. Every `Family` that a module of this folder defines is found by itself."""
+"""Families of models. Every `Family` that a module of this folder, or of one in it, defines is found by itself.
+
+`dense/` has dense models and their relatives with experts, `moe/` those that are Mixtures-of-Experts from the first,
+and `towers/` image encoders; what most of them share stands beside these.
+"""
 
 import importlib
 import pkgutil
@@ -8,7 +12,7 @@ from moe_jax.core.errors import InputError, nearest
 
 
 def _discover() -> dict[str, Family]:
-    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    modules = [importlib.import_module(info.name) for info in pkgutil.walk_packages(__path__, f"{__name__}.")]
     found = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Family)}
     return dict(sorted(found.items()))
 

@@ -13,7 +13,6 @@ from moe_jax.models.config import check_num_layers
 T = TypeVar("T")
 Projections = tuple[Literal["q", "k", "v", "o"], ...]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS: dict[str, Any] = {
     "silu": "silu",
     "swish": "silu",
@@ -192,17 +191,6 @@ def num_layers(config: HFConfig) -> int:
     return count
 
 
-def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
-    """Reads `FULL` or `SLIDING` for every layer; None: the config does not say."""
-    count, types = num_layers(config), config.texts("layer_types")
-    if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
-        raise InputError(
-            f"config.json: layer_types has {len(types)} entries {shown(sorted(set(types)))}, "
-            f"expected {count} (num_hidden_layers), each {FULL!r} or {SLIDING!r}"
-        )
-    return types
-
-
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -277,23 +265,6 @@ def write_activation(ffn: FFNConfig) -> str:
 def write_biases(config: ModelConfig, key: str = "attention_bias", what: str = "attention bias") -> dict[str, Any]:
     """Writes the key that `read_biases` reads; `what` is the name for messages."""
     return {key: same_in_all_layers(config, what, lambda layer: bool(layer.attention.biases))}
-
-
-def write_window(config: ModelConfig) -> dict[str, Any]:
-    """Writes the sliding window of families in which all layers have it or none."""
-    return {
-        "sliding_window": same_in_all_layers(config, "sliding window", lambda layer: layer.attention.sliding_window)
-    }
-
-
-def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """Writes the type of every layer, and the window of those that have one, which must be of one width."""
-    windows = [layer.attention.sliding_window for layer in config.layers]
-    used = {window for window in windows if window is not None}
-    if len(used) > 1:
-        raise InputError(f"the format of {config.family!r} has one sliding window, the layers have {sorted(used)}")
-    types = [FULL if window is None else SLIDING for window in windows]
-    return {"layer_types": types, **({"sliding_window": used.pop()} if used else {})}
 
 
 def same_in_all_layers(

@@ -84,7 +84,7 @@ def test_keys_that_say_nothing(key: str, nothing: object, something: object):
 
 
 def test_all_families_are_found_in_order():
-    sources = "".join(file.read_text() for file in pathlib.Path(families.__file__).parent.glob("[!_]*.py"))
+    sources = "".join(file.read_text() for file in pathlib.Path(families.__file__).parent.rglob("[!_]*.py"))
     defined = re.findall(r"^[A-Z0-9_]+ = Family\(\n +name=\"(\w+)\"", sources, re.M)
     made_of_others = re.findall(r"^([A-Z0-9_]+) = _(?:made_of|with_experts)\(", sources, re.M)
     defined += [name.lower() for name in made_of_others]
@@ -93,7 +93,7 @@ def test_all_families_are_found_in_order():
 
 def test_a_family_in_a_file_of_its_own_is_found(tmp_path, monkeypatch):
     (tmp_path / "of_tomorrow.py").write_text(
-        "import dataclasses\nfrom moe_jax.conversion.families.llama import LLAMA\n"
+        "import dataclasses\nfrom moe_jax.conversion.families.dense.llama import LLAMA\n"
         "OF_TOMORROW = dataclasses.replace(LLAMA, name='of_tomorrow')\n"
     )
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
@@ -150,6 +150,8 @@ ATTENTION_BIASES = {
     **dict.fromkeys(("llama-biases", "qwen3-window", "qwen3_moe-dense-layers", "gemma"), ("q", "k", "v", "o")),
     **dict.fromkeys(("phi", "phi-tied-wide-heads", "qwen-biases-everywhere"), ("q", "k", "v", "o")),
     "deepseek_v3": ("q_down", "kv_down", "o"),
+    "glm4_moe": ("q", "k", "v"),
+    "dots1": ("q", "k", "v", "o"),
 }
 
 
@@ -403,11 +405,13 @@ def test_dtype_in_both_styles(style: str):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "gpt9"}, f"unknown model_type 'gpt9'; known families: {', '.join(sorted(FAMILIES))}"),
-        ({"model_type": None}, "has no model_type and architectures []; known: Deepseek"),
-        ({"model_type": ["llama"]}, "unknown model_type ['llama']; known families"),
-        ({"model_type": None, "architectures": 5}, "has no model_type and architectures 5; known"),
-        ({"model_type": None, "architectures": [["LlamaForCausalLM"]]}, "architectures [['LlamaForCausalLM']]; known"),
+        ({"model_type": "gpt9"}, f"unknown model_type 'gpt9'; the documentation has the {len(FAMILIES)}"),
+        ({"model_type": "lama"}, "unknown model_type 'lama' (did you mean 'llama'?)"),
+        ({"model_type": None}, "has no model_type and architectures [], of which none is known; add"),
+        ({"model_type": ["llama"]}, "unknown model_type ['llama']; the"),
+        ({"model_type": None, "architectures": 5}, "has no model_type and architectures 5, of which none"),
+        ({"model_type": None, "architectures": ["LamaForCausalLM"]}, "(did you mean 'LlamaForCausalLM'?); add"),
+        ({"model_type": None, "architectures": [["LlamaForCausalLM"]]}, "architectures [['LlamaForCausalLM']], of"),
         ({"num_hidden_layers": 10**10}, "a model of 10000000000 layers is not one that can be: 10,000 are the most"),
         ({"num_hidden_layers": 10**400}, "'num_hidden_layers' is an integer of 1329 bits, expected an integer"),
         ({"rope_theta": 10**400}, "'rope_theta' is an integer of 1329 bits, expected a number"),
@@ -508,6 +512,16 @@ def test_bad_configs_of_single_families():
         ("deepseek_v3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ("deepseek_v2", {"topk_method": "greddy"}, "'greddy' (did you mean 'greedy'?)"),
         ("deepseek_v2", {"topk_method": None}, "unknown topk_method None; known"),
+        ("deepseek", {"moe_layer_freq": 0}, "moe_layer_freq=0 must"),
+        ("glm4_moe", {"num_mtp_layers": 101}, "num_mtp_layers=101 must lie"),
+        ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts=-1 must"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval=0 must"),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index=-2 at least"),
+        ("ernie4_5_moe", {"use_bias": True}, "'use_bias' is True, only False"),
+        ("ernie4_5_moe", {"moe_norm_min": 1.0}, "'moe_norm_min' is 1.0, only"),
+        ("minimax_m2", {"rotary_dim": 13}, "rotary_dim=13 must lie"),
+        ("minimax_m2", {"partial_rotary_factor": 0.25}, "agree with partial_rotary_factor=0.25"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "'attn_type_list' is [1, 0], only"),
         ("gemma", {"hidden_size": 0}, "hidden_size=0 must"),
         ("t5", {"num_layers": 0}, "num_layers=0 must"),
         ("t5", {"num_decoder_layers": -1}, "num_decoder_layers=-1 must"),

@@ -5,7 +5,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.usual_tower import (
+from moe_jax.conversion.families.towers.usual_tower import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     convolution_and_tokens,

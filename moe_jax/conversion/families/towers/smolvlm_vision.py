@@ -9,8 +9,8 @@ from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.towers import SIGLIP
-from moe_jax.conversion.families.usual_tower import HALF, read_tower, squashed, tower_ffn
+from moe_jax.conversion.families.towers.clip_siglip_dinov2 import SIGLIP
+from moe_jax.conversion.families.towers.usual_tower import HALF, read_tower, squashed, tower_ffn
 from moe_jax.models import ModelConfig
 
 

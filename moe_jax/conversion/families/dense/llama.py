@@ -5,6 +5,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
+from moe_jax.conversion.families.windows import write_window
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.models import ModelConfig
 
@@ -50,7 +51,7 @@ MISTRAL = Family(
     classifier=SCORE,
     defaults={**_MISTRAL_DEFAULTS, "sliding_window": 4096},
     read=_read_mistral,
-    write=lambda config: usual.write_dense(config) | usual.write_window(config),
+    write=lambda config: usual.write_dense(config) | write_window(config),
     table=LLAMA.table,
     moe_formats=LLAMA.moe_formats,
 )
@@ -71,7 +72,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
         **usual.write_decoder(config),
         **usual.write_ffn(moe.expert),
         **usual.write_moe(moe, "num_local_experts"),
-        **usual.write_window(config),
+        **write_window(config),
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
-from moe_jax.conversion.families.usual import FULL, SLIDING
+from moe_jax.conversion.families.windows import FULL, SLIDING, read_layer_types, write_layer_types, write_window
 from moe_jax.conversion.table import linear
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
@@ -32,7 +32,7 @@ def _read_windows(
 
     Without `layer_types`, a layer has the window if `slides(its index, max_window_layers)`.
     """
-    count, types = usual.num_layers(config), usual.read_layer_types(config)
+    count, types = usual.num_layers(config), read_layer_types(config)
     if not config.flag("use_sliding_window"):
         if types is not None and SLIDING in types:
             raise InputError(f"config.json: layer_types has {SLIDING!r}, but use_sliding_window is not true")
@@ -47,7 +47,7 @@ def _read_windows(
 
 
 def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    keys = usual.write_layer_types(config)
+    keys = write_layer_types(config)
     if "sliding_window" not in keys:
         return {"use_sliding_window": False}
     # Transformers 5 reads the types; older releases read the index of the first layer with a window.
@@ -209,7 +209,7 @@ def _read_qwen3_moe(config: HFConfig) -> ModelConfig:
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    window = usual.write_window(config)["sliding_window"]
+    window = write_window(config)["sliding_window"]
     return {
         **usual.write_decoder(config),
         **usual.write_biases(config),

@@ -12,9 +12,9 @@ from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
+from moe_jax.conversion.families.dense.qwen import QWEN
+from moe_jax.conversion.families.dense.stablelm import PHI, STABLELM
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.qwen import QWEN
-from moe_jax.conversion.families.stablelm import PHI, STABLELM
 from moe_jax.conversion.table import Ignored, Row, Table, linear
 from moe_jax.core.errors import InputError
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig

@@ -8,7 +8,7 @@ from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.families.usual import FULL, SLIDING
+from moe_jax.conversion.families.windows import FULL, SLIDING, read_layer_types, write_layer_types
 from moe_jax.conversion.table import Table, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, RopeConfig
@@ -100,7 +100,7 @@ def _read_layers(
     """
     _refuse_bidirectional(config)
     config.require("head_dim")
-    types = usual.read_layer_types(config)
+    types = read_layer_types(config)
     if types is None:
         if full_every is None or full_every < 1:
             raise InputError(
@@ -154,7 +154,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
         **_write_four_norms(config),
         "attn_logit_softcapping": usual.same_in_all_layers(config, caps, lambda layer: layer.attention.score_soft_cap),
         "final_logit_softcapping": config.logit_soft_cap,
-        **usual.write_layer_types(config),
+        **write_layer_types(config),
     }
 
 
@@ -220,7 +220,7 @@ def _read_ropes(config: HFConfig) -> dict[str, RopeConfig]:
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
     final = {"final_logit_softcapping": config.logit_soft_cap}
-    keys = {**_write_four_norms(config), **final, **usual.write_layer_types(config)}
+    keys = {**_write_four_norms(config), **final, **write_layer_types(config)}
     types = keys["layer_types"]
     if "type" in (keys["rope_scaling"] or {}):
         # All releases that read the family know the newer name, and the newest ignores the older one.

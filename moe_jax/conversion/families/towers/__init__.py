@@ -1,0 +1,1 @@
+"""Families of image encoders, which models that see have as their eye."""

@@ -1,0 +1,74 @@
+"""Sliding windows of layers, and layers that rotate nothing, as keys of config.json say them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families.usual import num_layers, same_in_all_layers
+from moe_jax.core.errors import InputError, shown
+from moe_jax.models import ModelConfig, RopeConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+UNROTATED = RopeConfig(fraction=0.0)
+"""The rotary embedding of layers that have none, in models whose other layers have one."""
+
+
+def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
+    """Reads `FULL` or `SLIDING` for every layer; None: the config does not say."""
+    count, types = num_layers(config), config.texts("layer_types")
+    if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
+        raise InputError(
+            f"config.json: layer_types has {len(types)} entries {shown(sorted(set(types)))}, "
+            f"expected {count} (num_hidden_layers), each {FULL!r} or {SLIDING!r}"
+        )
+    return types
+
+
+def read_windows(config: HFConfig, *, slides: Callable[[int], bool]) -> list[int | None]:
+    """Reads the window of every layer from `layer_types` and `sliding_window`.
+
+    Without types, a layer has the window if `slides(its index)`; without a window, none has. Types that then have no
+    effect are written back.
+    """
+    types, window = read_layer_types(config), config.integer("sliding_window")
+    if window is None:
+        if types is not None:
+            config.keep("layer_types", list(types))
+        return [None] * num_layers(config)
+    if types is None:
+        types = tuple(SLIDING if slides(i) else FULL for i in range(num_layers(config)))
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def slides_but_every(config: HFConfig, key: str) -> Callable[[int], bool]:
+    """Reads the key of a number n: all layers have a window but every n-th.
+
+    Raises:
+      InputError: if it is below 1.
+    """
+    every = config.required_integer(key)
+    if every < 1:
+        raise InputError(f"config.json: {key}={every} must be at least 1")
+    return lambda i: (i + 1) % every != 0
+
+
+def ropes_of_windows(windows: Sequence[int | None]) -> list[RopeConfig | None]:
+    """Returns the rotary embeddings of layers of which only those with a window rotate anything."""
+    return [UNROTATED if window is None else None for window in windows]
+
+
+def write_window(config: ModelConfig) -> dict[str, Any]:
+    """Writes the sliding window of families in which all layers have it or none."""
+    return {
+        "sliding_window": same_in_all_layers(config, "sliding window", lambda layer: layer.attention.sliding_window)
+    }
+
+
+def write_layer_types(config: ModelConfig) -> dict[str, Any]:
+    """Writes the type of every layer, and the window of those that have one, which must be of one width."""
+    windows = [layer.attention.sliding_window for layer in config.layers]
+    used = {window for window in windows if window is not None}
+    if len(used) > 1:
+        raise InputError(f"the format of {config.family!r} has one sliding window, the layers have {sorted(used)}")
+    types = [FULL if window is None else SLIDING for window in windows]
+    return {"layer_types": types, **({"sliding_window": used.pop()} if used else {})}
