@@ -185,11 +185,14 @@ class WholeNumbers(Encoder):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FP8(Encoder):
-    """Attributes:
-    block: rows and columns that share a scale; None: a row has one.
+    """FP8, for which activations are rounded too, every token by a scale of its own: vLLM has no experts without that.
+
+    Attributes:
+      block: rows and columns that share a scale; None: a row has one.
     """
 
     format = "float-quantized"
+    activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     block: tuple[int, int] | None = None
 
     @property
