@@ -5,9 +5,10 @@
 MODEL is SmolLM2-135M, DATA the folder of texts that `claims.py` describes. The model is upcycled, 4 experts in every
 layer, top-2, and trained for so many steps of 4 x 256 tokens on the mixture of three domains; WORK keeps it and what is
 made of it, and what is there is not made again. PYTHON is that of an environment with llm-compressor (`pip install
-llmcompressor`), which calibrates with 96 windows of 256 tokens of the texts to train on. It takes the package
-llama-cpp-python, which is built from source. All files are then read and scored by this library, in float32: on windows
-of texts that nothing was trained or calibrated with, and by greedy continuations. OUT receives `four_bits.json`.
+llmcompressor`); it and this library calibrate with the same 96 windows of 256 tokens, of texts to train on. It takes
+the package llama-cpp-python, which is built from source. All files are then read and scored by this library, in
+float32: on windows of texts that nothing was trained or calibrated with, and by greedy continuations. OUT receives
+`four_bits.json`.
 """
 
 import argparse
@@ -76,6 +77,21 @@ def rounded(task: Task, target: Path) -> str:
     return ""
 
 
+def calibrated(task: Task, target: Path) -> str:
+    moe_jax.export(
+        task.folder,
+        target,
+        format="compressed-tensors",
+        parts="model",
+        bits=4,
+        group_size=GROUP,
+        calibrate=task.text,
+        samples=CALIBRATED,
+        seq_len=LENGTH,
+    )
+    return ""
+
+
 def gptq(task: Task, target: Path) -> str:
     request = json.dumps({"windows": task.windows.tolist(), "group_size": GROUP})
     ours = ("PYTHONPATH", "JAX_PLATFORMS")
@@ -98,6 +114,12 @@ def k_quants(task: Task, target: Path) -> str:
     return ""
 
 
+def calibrated_k_quants(task: Task, target: Path) -> str:
+    text = {"calibrate": task.text, "samples": CALIBRATED, "seq_len": LENGTH}
+    moe_jax.export(task.gguf, target, format="gguf", gguf_type="Q4_K_M", **text)
+    return ""
+
+
 def llama_cpp(task: Task, target: Path) -> str:
     import llama_cpp
 
@@ -110,8 +132,10 @@ def llama_cpp(task: Task, target: Path) -> str:
 
 ENTRIES: dict[str, tuple[str, Callable[[Task, Path], str]]] = {
     "compressed-tensors, rounded": ("rounded", rounded),
+    "compressed-tensors, calibrated": ("calibrated", calibrated),
     "compressed-tensors, GPTQ of llm-compressor": ("gptq", gptq),
     "Q4_K_M": ("ours.gguf", k_quants),
+    "Q4_K_M, calibrated": ("calibrated.gguf", calibrated_k_quants),
     "Q4_K_M of llama.cpp": ("theirs.gguf", llama_cpp),
 }
 """By label: the name of what is written, and what writes it and says with which version of which tool."""
