@@ -322,6 +322,34 @@ def stored_codes(source: ModelSource, path: str) -> Iterator[Codes]:
     return map(Codes, codes, scales)
 
 
+# Kernels of a module that vLLM reads as one matrix.
+_READ_AS_ONE = (("q", "k", "v"), ("q_down", "kv_down"), ("gate", "up"))
+
+Parts = Callable[[str], Iterator[tuple[int | None, np.ndarray]]]
+"""Returns the kernels of a leaf, by expert."""
+
+
+class SharedScales:
+    """The largest magnitudes of kernels that are read as one matrix: of their scales vLLM takes one for all."""
+
+    def __init__(self) -> None:
+        self._paths: tuple[str, ...] = ()
+        self._largest: dict[int | None, float] = {}
+
+    def largest(self, path: str, known: Mapping[str, object], parts: Parts) -> Mapping[int | None, float]:
+        """Returns them by expert, for a kernel and the `known` ones that are read with it; keeps those found last."""
+        module, _, name = path.removesuffix("/kernel").rpartition("/")
+        together = next((names for names in _READ_AS_ONE if name in names), (name,))
+        paths = tuple(one for other in together if (one := f"{module}/{other}/kernel") in known)
+        if paths != self._paths:
+            found: dict[int | None, float] = {}
+            for one in paths:
+                for expert, kernel in parts(one):
+                    found[expert] = max(found.get(expert, 0.0), float(np.abs(kernel).max(initial=0)))
+            self._paths, self._largest = paths, found
+        return self._largest
+
+
 class CodingErrors:
     """How far codes are from the numbers that they were made of, by part of the model."""
 
