@@ -33,6 +33,14 @@ _GRANITE = {
     "logits_scaling": 7.0,
 }
 
+_ALL_SPARSE = {key: value for key, value in _EXPERTS.items() if key != "first_k_dense_replace"}
+
+
+def _renamed(keys: dict[str, Any], **names: str) -> dict[str, Any]:
+    """The keys by other names; those with an empty one are left out."""
+    return {names.get(key, key): value for key, value in keys.items() if names.get(key, key)}
+
+
 # Keys beside those of `hf_checkpoints.BASE`.
 NEWER: dict[str, dict[str, Any]] = {
     "glm4_moe": {
@@ -120,4 +128,45 @@ NEWER: dict[str, dict[str, Any]] = {
         },
     },
     "flex_olmo": {"model_type": "flex_olmo", "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 3},
+    "solar_open": {**_ALL_SPARSE, "model_type": "solar_open", "head_dim": 12, "attention_bias": True},
+    "exaone_moe": {
+        **_renamed(_EXPERTS, n_routed_experts="num_experts", n_shared_experts="num_shared_experts"),
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "sliding_window": 8,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_lite": {
+        **_renamed(_LATENT, first_k_dense_replace=""),
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_nextn_predict_layers": 0,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
+    },
+    "phi3-plain": {"model_type": "phi3"},
+    "smollm3": {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "glm4": {
+        "model_type": "glm4",
+        "num_hidden_layers": 2,
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
 }

@@ -161,8 +161,8 @@ ATTENTION_BIASES = {
     **dict.fromkeys(("llama-biases", "qwen3-window", "qwen3_moe-dense-layers", "gemma"), ("q", "k", "v", "o")),
     **dict.fromkeys(("phi", "phi-tied-wide-heads", "qwen-biases-everywhere"), ("q", "k", "v", "o")),
     "deepseek_v3": ("q_down", "kv_down", "o"),
-    "glm4_moe": ("q", "k", "v"),
-    **dict.fromkeys(("dots1", "granite", "olmo2"), ("q", "k", "v", "o")),
+    **dict.fromkeys(("glm4_moe", "solar_open", "glm4"), ("q", "k", "v")),
+    **dict.fromkeys(("dots1", "granite", "olmo2", "smollm3"), ("q", "k", "v", "o")),
 }
 
 
@@ -530,6 +530,17 @@ def test_bad_configs_of_single_families():
         ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index=-2 at least"),
         ("ernie4_5_moe", {"use_bias": True}, "'use_bias' is True, only False"),
         ("ernie4_5_moe", {"moe_norm_min": 1.0}, "'moe_norm_min' is 1.0, only"),
+        (
+            "phi3-plain",
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+            "partial_rotary_factor is 0.5, but",
+        ),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'longrope' alone, not 'yarn'"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers has 3 entries"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must"),
+        ("exaone_moe", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
+        ("exaone_moe", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0 must"),
+        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "'first_k_dense_replace' is 2, only"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0 must"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters has ['rope_theta']"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),

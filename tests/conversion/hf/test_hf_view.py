@@ -86,6 +86,7 @@ EXPORTS = {
     "mistral": (upcycled("mistral", None, SPARSE, None), "Mixtral"),
     "llama3": (upcycled("llama-llama3", None, LOW_RANK, None), "Mixtral"),
     "qwen3": (upcycled("qwen3", None, SPARSE, None), "Qwen3Moe"),
+    "phi3": (upcycled("phi3-plain", None, LOW_RANK, FULL), "Mixtral"),
     "granite": (upcycled("granite-plain", LOW_RANK, FULL), "GraniteMoe"),
     "granite-one": (upcycled("granite-plain", FULL, SPARSE, universal="one", universal_dim=20), "GraniteMoeShared"),
     "olmo2": (upcycled("olmo2", None, LOW_RANK, FULL), "FlexOlmo"),
