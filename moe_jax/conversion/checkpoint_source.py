@@ -23,7 +23,15 @@ import numpy as np
 from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.model_table import table_of
 from moe_jax.conversion.table import Ignored, Piece, Table, Tied, detect_layout
-from moe_jax.conversion.tensors import DTYPES, CodesOfGroups, TensorEntry, TensorFiles, as_bits, copy_transposed
+from moe_jax.conversion.tensors import (
+    DTYPES,
+    CodesOfGroups,
+    GroupedRows,
+    TensorEntry,
+    TensorFiles,
+    as_bits,
+    copy_transposed,
+)
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
 from moe_jax.model_io.model_source import ModelSource
@@ -254,6 +262,7 @@ class CheckpointSource(abc.ABC):
         target = out if piece.expert is None else out[piece.expert]
         entry = self.weights.tensors[piece.tensor]
         as_stored = entry.strides is None and entry.interleaved is None and entry.coded is None and not entry.added
+        as_stored = as_stored and not piece.turns
         if piece.columns is not None:
             target, as_stored = target[:, slice(*piece.columns)], False
         if not piece.transpose and as_stored and target.dtype == DTYPES[entry.dtype]:
@@ -275,6 +284,10 @@ class CheckpointSource(abc.ABC):
         return rows
 
     def _rows(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
+        if piece.turns:
+            # Those of all leaves are read, whose columns lie between each other.
+            every = piece._replace(shape=(*piece.shape, len(piece.turns)), turns=())
+            return self._rows(entry, every, start, stop)[..., piece.turns.index(piece.leaf)]
         row = math.prod(piece.shape[1:])
         if entry.strides is not None:
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
@@ -302,10 +315,18 @@ class CheckpointSource(abc.ABC):
     def codes(self, piece: Piece) -> CodesOfGroups:
         """Reads the codes of a piece of a tensor that has groups of them; raises `InputError` as `read` does."""
         entry = self.weights.tensors[piece.tensor]
-        first = piece.offset // entry.shape[-1]
-        found = self._files.codes(entry, first, first + piece.shape[0])
+        assert entry.coded is not None and isinstance(entry.coded.codes, GroupedRows)
+        rows, width = piece.shape[0], entry.shape[-1]
+        if entry.coded.codes.is_transposed:
+            rows, width = piece.shape[1], entry.shape[-2]
+        first, count = piece.offset // width, max(1, len(piece.turns))
+        found = self._files.codes(entry, first, first + count * rows)
         self._check_in_place()
-        return found
+        if not piece.turns:
+            return found
+        own = slice(piece.turns.index(piece.leaf), None, count)
+        zeros = None if found.zeros is None else found.zeros[own]
+        return CodesOfGroups(found.codes[own], found.scales[own], zeros)
 
     def _check_duplicates(self, tensor: str) -> None:
         for duplicate, original in self.weights.duplicates.items():

@@ -90,8 +90,9 @@ class KeptCodes:
                 coded = self.source.weights.tensors[piece.tensor].coded
                 if coded is None:
                     return f"{piece.tensor} is not in codes"
-                groups = coded.codes.groups if isinstance(coded.codes, GroupedRows) else None
-                if groups is None or not piece.transpose:
+                grouped = coded.codes if isinstance(coded.codes, GroupedRows) else None
+                groups = None if grouped is None else grouped.groups
+                if grouped is None or groups is None or piece.transpose == grouped.is_transposed:
                     return f"{piece.tensor} is in {coded.kind}, whose codes do not lie in groups of consecutive inputs"
                 if groups.bits not in (BITS if groups.levels is None else TABLE_BITS):
                     return f"{piece.tensor} has codes of {groups.bits} bits, which experts here do not have"
@@ -116,7 +117,8 @@ class KeptCodes:
         return Quantized(bits=one.bits, group_size=size, scale_bits=32, **options, **own)
 
     def _inputs(self, kernel: str) -> int:
-        return self.source.weights.pieces[kernel][0].shape[1]
+        first = self.source.weights.pieces[kernel][0]
+        return first.shape[1 if first.transpose else 0]
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every leaf, by path."""

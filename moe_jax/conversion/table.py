@@ -4,13 +4,14 @@ A table is a tuple of rows. A row maps a tensor of the Hugging Face checkpoint t
 
     Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
 
-`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are six operations,
+`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are seven operations,
 and each works in both directions:
 
 - rename: always;
 - transpose: the tensor is [out, in], the leaf [in, out];
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
 - join: a row with several leaves is a fused tensor, the leaves joined along the rows of the tensor;
+- interleave: or their columns take turns in it;
 - reshape: a row with a `shape` has a tensor of other axes;
 - heads: a row with `heads` has a stack of some columns of every head, and the leaf is put together from several rows.
 
@@ -57,7 +58,7 @@ class Row:
 
     Attributes:
       tensor: its name, with `{i}` for the layer, counted within its stack, and `{e}` for the expert or head.
-      leaves: leaf path or paths, with `{i}`; several are joined along the tensor's rows.
+      leaves: leaf path or paths, with `{i}`; several are joined along the tensor's rows, or `interleaved`.
       transpose: the last two axes are swapped.
       layout: the expert layout (`LAYOUTS`) this row belongs to; None: both.
       stack: in models with several stacks, the one whose layers `{i}` counts: a decoder's leaves follow the encoder's,
@@ -67,6 +68,7 @@ class Row:
       shape: of a tensor that has other axes than what fills it, with as many entries in the same order, such as the
         kernel of a convolution; None: it has the same.
       heads: the columns that the tensor has of every head of its one leaf; None: it has the whole leaf.
+      interleaved: the leaves take turns along the tensor's last axis: the first column of each, then the second ones.
     """
 
     tensor: str
@@ -78,6 +80,7 @@ class Row:
     without: str | None = None
     shape: tuple[int, ...] | None = None
     heads: Heads | None = None
+    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Piece(NamedTuple):
     transpose: bool  # the leaf holds the piece transposed
     template: str  # the tensor of its row, with `{i}` and `{e}`
     columns: tuple[int, int] | None = None  # of the leaf that it fills, the first and the one after the last; None: all
+    turns: tuple[str, ...] = ()  # leaves whose columns take turns in the tensor from the offset on; none: they do not
 
 
 class Mapped(NamedTuple):
@@ -200,11 +204,12 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
             assert row.shape is None or math.prod(row.shape) == math.prod(shape), (row, shape)
             mapped.tensors[name] = shape if row.shape is None else row.shape
         offset = 0 if e is None or "{e}" in row.tensor else e * math.prod(mapped.tensors[name][1:])
+        turns = tuple(paths) if row.interleaved else ()
         for path, shape in zip(paths, shapes, strict=True):
             piece_shape = _piece_shape(shape if e is None else shape[1:], row.transpose)
-            piece = Piece(name, offset, piece_shape, path, e, row.transpose, row.tensor)
+            piece = Piece(name, offset, piece_shape, path, e, row.transpose, row.tensor, turns=turns)
             mapped.pieces.setdefault(path, []).append(piece)
-            offset += math.prod(piece_shape)
+            offset += 0 if turns else math.prod(piece_shape)
 
 
 def _apply_heads(row: Row, heads: Heads, path: str, i: int | None, leaves: Mapping[str, Any], mapped: Mapped) -> None:
@@ -228,7 +233,10 @@ def _piece_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
 def _tensor_shape(row: Row, shapes: list[tuple[int, ...]], *, stacked: bool) -> tuple[int, ...]:
     """Returns the shape of the tensor of a row, all experts included unless it has one tensor per expert."""
     pieces = [_piece_shape(shape[1:] if stacked else shape, row.transpose) for shape in shapes]
-    joined = (sum(piece[0] for piece in pieces), *pieces[0][1:])
+    if row.interleaved:
+        joined = (*pieces[0][:-1], sum(piece[-1] for piece in pieces))
+    else:
+        joined = (sum(piece[0] for piece in pieces), *pieces[0][1:])
     return (shapes[0][0], *joined) if stacked and "{e}" not in row.tensor else joined
 
 
@@ -302,6 +310,8 @@ def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
         return ", ".join([*names, "reshape"])
     if piece.expert is not None and len(tensor_shape) == len(piece.shape):
         names.append("stack")
-    if tensor_shape[-len(piece.shape) :] != piece.shape:
+    if piece.turns:
+        names.append("interleave")
+    elif tensor_shape[-len(piece.shape) :] != piece.shape:
         names.append("split")
     return ", ".join(names) or "rename"

@@ -103,7 +103,14 @@ class CodedRows(abc.ABC):
 
 
 class GroupedRows(CodedRows):
-    """Codes that may lie in groups of consecutive ones in a row, and can then be moved as they are."""
+    """Codes that may lie in groups of consecutive ones in a row, and can then be moved as they are.
+
+    Attributes:
+      is_transposed: whether the codes are those of the tensor whose last two axes are swapped; their rows are meant
+        where rows of codes are spoken of.
+    """
+
+    is_transposed: bool = False
 
     @property
     @abc.abstractmethod

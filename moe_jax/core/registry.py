@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from moe_jax.core.errors import InputError, check_member, shown
@@ -28,11 +28,11 @@ class Registry(dict[str, T], Generic[T]):
     model with it, and says what to import before such a model is opened. Nothing is imported for a name.
     """
 
-    def __init__(self, kind: str, of_library: Mapping[str, T]):
-        """Begins with the parts of the library, whose names are never given to others."""
+    def __init__(self, kind: str, of_library: Mapping[str, T], *, reserved: Iterable[str] = ()):
+        """Begins with the parts of the library, whose names are never given to others; nor are the `reserved` ones."""
         super().__init__(of_library)
         self.kind = kind
-        self._of_library = frozenset(of_library)
+        self._of_library = frozenset(of_library) | frozenset(reserved)
 
     def register(self, name: str, part: T) -> None:
         """Adds a part; of two with one name, as when a cell of a notebook is run again, the later one counts.
@@ -63,12 +63,15 @@ class Registry(dict[str, T], Generic[T]):
         """Returns the names that users have registered."""
         return frozenset(self) - self._of_library
 
-    def check(self, what: str, name: str) -> None:
-        """Raises `InputError`, in which the value of `what` is `name`, unless there is a part of this name."""
+    def check(self, what: str, name: str, *, others: Iterable[str] = ()) -> None:
+        """Raises `InputError`, in which the value of `what` is `name`, unless there is a part of this name.
+
+        The `others` are names that are allowed here, too.
+        """
         if isinstance(name, str) and name not in self and ":" in name and _NAME.fullmatch(name):
             module = name.partition(":")[0]
             raise InputError(
                 f"{what} {shown(name)} is a part of someone's own, and not registered; if you trust the model, import "
                 f"what registers it first: import {module}, or moe-jax --import {module}"
             )
-        check_member(what, name, self)
+        check_member(what, name, (*self, *others))

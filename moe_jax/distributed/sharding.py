@@ -45,6 +45,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r".*relative_bias/table", P()),
     (r".*attention/[qkv]/bias", P("tensor")),
     (r".*attention/o/bias", P()),
+    (r".*attention/sinks", P()),
     (r".*router/lora/[ab]", P()),
     (r".*adapters/down", P(None, "fsdp", None)),
     (r".*adapters/up", P(None, None, "fsdp")),

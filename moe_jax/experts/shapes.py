@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.core.draws import INIT_STD
 from moe_jax.core.errors import InputError, check_number, check_positive, clipped, shown
 from moe_jax.core.formatting import short_repr
-from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS, GATED_ACTIVATIONS
 
 
 def _check_strength(config: "AdapterConfig | LoRAConfig") -> None:
@@ -103,6 +103,8 @@ class FFNConfig:
       dim: hidden width f.
       gated: `act(x G) * (x U) D` if true, else `act(x U) D`.
       activation: `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, or what `functional.register_activation` has added.
+        Only of gated FFNs `swiglu_clamped` (gpt-oss), which is `(u + 1) g sigmoid(1.702 g)` of g = x G up to 7 and of
+        u = x U between -7 and 7.
       bias: whether every matrix has a bias.
       nf4: kernels are stored as NF4 and frozen. In a bank, this applies to its base, or to full kernels.
       lora: LoRA beside the kernels. In a bank, beside those of the base, or of every full expert.
@@ -119,7 +121,9 @@ class FFNConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "dim")
-        ACTIVATION_FUNCTIONS.check("activation", self.activation)
+        ACTIVATION_FUNCTIONS.check("activation", self.activation, others=GATED_ACTIVATIONS)
+        if self.activation in GATED_ACTIVATIONS and not self.gated:
+            raise InputError(f"activation {self.activation!r} is one of gated FFNs, and this one has no gate")
         if self.lora is not None:
             self.lora.check_targets(self.matrices)
 

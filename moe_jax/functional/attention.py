@@ -71,6 +71,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     bias: Float[Array, "H n"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
     aligned: bool,
     placement: Placement | None = None,
 ) -> Float[Array, "B T H W"]:
@@ -84,6 +85,8 @@ def attention(
       scale: of the scores; None: 1/sqrt(D).
       soft_cap: scaled scores become `c tanh(scores / c)`; None: no cap.
       bias: added to the scaled and capped scores: per head and distance, from `bias_by_distance`.
+      sinks: a score per head, neither scaled nor capped, of a key that every query sees and whose value is zero: it
+        takes its share of the softmax, and gives nothing. None: there are none.
       aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
         queries need not be looked at.
       placement: where it runs; None: the platform is found when the program is lowered, and kernels are used only on
@@ -96,7 +99,7 @@ def attention(
     # cuDNN is called through JAX's custom partitioning, which asks for devices while it is traced. So where the
     # platform is found when the program is lowered the kernel is Triton's, as it is for packed documents.
     packed = visible.segments is not None or placement is None
-    refusals = {one: _why_no_kernel(one, options, q, k, v, bias, packed) for one in sorted(platforms)}
+    refusals = {one: _why_no_kernel(one, options, q, k, v, bias, sinks, packed) for one in sorted(platforms)}
     split = placement if placement is not None and placement.sequence is not None else None
     if split is not None and not split.divides_heads(q.shape[2], k.shape[2]):
         options = options._replace(aligned=False)
@@ -105,17 +108,25 @@ def attention(
         if placement is not None and q.shape[1] > FEW_QUERIES:
             _say_once(placement.platform, refusals.get(placement.platform))
         chunks = partial(chunked_attention, options)
-        return (chunks if split is None else _over_devices(chunks, split))(q, k, v, visible, bias)
+        return (chunks if split is None else _over_devices(chunks, split))(q, k, v, visible, bias, sinks)
     if placement is None:
         return _when_lowered(
             options, tuple(one for one, reason in refusals.items() if reason is None), q, k, v, visible
         )
     kernel = partial(_by_kernel, options=options, platform=placement.platform)
-    return _over_devices(kernel, placement)(q, k, v, visible, bias)
+    return _over_devices(kernel, placement)(q, k, v, visible, None, None)
 
 
 def _by_kernel(
-    q: Array, k: Array, v: Array, visible: Visibility, bias: None = None, *, options: AttentionOptions, platform: str
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Visibility,
+    bias: None = None,
+    sinks: None = None,
+    *,
+    options: AttentionOptions,
+    platform: str,
 ) -> Float[Array, "B T H W"]:
     """Computes attention with the kernel of a platform, on one device."""
     segments, key_segments = visible.segments, visible.key_segments
@@ -129,13 +140,22 @@ def _by_kernel(
 
 
 def _why_no_kernel(
-    platform: str, options: AttentionOptions, q: Array, k: Array, v: Array, bias: Array | None, packed: bool
+    platform: str,
+    options: AttentionOptions,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    sinks: Array | None,
+    packed: bool,
 ) -> str | None:
     """Returns why the kernels of a platform do not support this case; None: they do."""
     if options.mask == "prefix":
         return "of a prefix mask only the data says what is seen"
     if bias is not None:
         return "scores have a bias"
+    if sinks is not None:
+        return "heads have sinks"
     if not options.aligned and (options.mask != "bidirectional" or options.window is not None):
         return "only the data says at which positions queries are"
     if platform == "tpu":
@@ -153,7 +173,9 @@ def _say_once(platform: str, reason: str | None) -> None:
 
 
 def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callable[..., Array]:
-    """Returns a function that calls the kernel `(q, k, v, visible, bias) -> y` on every device, for its rows and heads.
+    """Returns a function that calls the kernel on every device, for its rows and heads.
+
+    Both take `(q, k, v, visible, bias, sinks)`.
 
     The compiler cannot divide a kernel. Key heads are repeated if there are fewer of them than parts. Where heads
     cannot be divided, every device computes all of them, for its part of the queries if an axis splits sequences.
@@ -168,7 +190,7 @@ def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callabl
         heads = P.UNCONSTRAINED
         return jax.lax.with_sharding_constraint(activations, P(placement.batch, placement.sequence, heads, None))
 
-    def whole(q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None) -> Array:
+    def whole(q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None, sinks: Array | None) -> Array:
         q, k, v = map(in_place, (q, k, v))
         heads = queries = None
         if placement.divides_heads(q.shape[2], k.shape[2]):
@@ -181,8 +203,8 @@ def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callabl
         tokens, key_tokens = P(placement.batch, queries), P(placement.batch, None)
         of_visible = Visibility._make((tokens, key_tokens, tokens, key_tokens, P(placement.batch)))
         specs = (of_queries, of_keys, of_keys, of_visible)
-        divided = jax.shard_map(kernel, in_specs=(*specs, P(heads)), out_specs=of_queries, check_vma=False)
-        return in_place(divided(q, k, v, visible, bias))
+        divided = jax.shard_map(kernel, in_specs=(*specs, P(heads), P(heads)), out_specs=of_queries, check_vma=False)
+        return in_place(divided(q, k, v, visible, bias, sinks))
 
     return whole
 

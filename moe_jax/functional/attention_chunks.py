@@ -72,12 +72,13 @@ class _Tokens(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Keys and values, float32, of one head of a row, and the biases by distance of the query heads sharing it."""
+    """Keys and values, float32, of one head of a row; biases by distance, and sinks, of the query heads sharing it."""
 
     k: Float[Array, "s D"]
     v: Float[Array, "s W"]
     tokens: _Tokens
     bias: Float[Array, "G n"] | None
+    sinks: Float[Array, " G"] | None
 
 
 class _Band(NamedTuple):
@@ -98,6 +99,7 @@ def chunked_attention(
     v: Float[Array, "B S K W"],
     visible: Visibility,
     bias: Float[Array, "H n"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H W"]:
     """Computes `functional.attention.attention` on any platform."""
     batch, length, heads, width = q.shape
@@ -109,25 +111,27 @@ def chunked_attention(
     k, v = (a.transpose(0, 2, 1, 3).astype(jnp.float32) for a in (k, v))
     if bias is not None:
         bias = bias.reshape(kv_heads, heads // kv_heads, -1)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)
     one_head = partial(_one_key_head, _bands(length, k.shape[2], options), options)
     on_cpu, elsewhere = partial(_loop_over_heads, one_head), partial(_all_heads_at_once, one_head)
-    y = jax.lax.platform_dependent(q, k, v, visible, bias, cpu=on_cpu, default=elsewhere)
+    y = jax.lax.platform_dependent(q, k, v, visible, bias, sinks, cpu=on_cpu, default=elsewhere)
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
 
 
 def _all_heads_at_once(one_head: Callable[..., Array], *arguments: Any) -> Float[Array, "B K G T W"]:
-    of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
-    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))(*arguments)
+    of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0, 0))
+    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None, None))(*arguments)
 
 
 def _loop_over_heads(
-    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None, sinks: Array | None
 ) -> Float[Array, "B K G T W"]:
     """Loops over key heads: three times faster on XLA:CPU, which has no good kernel for two batch axes."""
 
     def of_row(row: tuple) -> Array:
         *heads, visible = row
-        return jax.lax.map(lambda head: one_head(*head[:3], visible, head[3]), (*heads, bias))
+        return jax.lax.map(lambda head: one_head(*head[:3], visible, *head[3:]), (*heads, bias, sinks))
 
     return jax.lax.map(of_row, (q, k, v, visible))
 
@@ -155,11 +159,18 @@ def _bands(length: int, num_keys: int, options: AttentionOptions) -> list[_Band]
 
 
 def _one_key_head(
-    bands: list[_Band], options: AttentionOptions, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+    bands: list[_Band],
+    options: AttentionOptions,
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Visibility,
+    bias: Array | None,
+    sinks: Array | None,
 ) -> Float[Array, "G T W"]:
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
-    keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None), bias)
+    keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None), bias, sinks)
     results = []
     for band in bands:
         one_band = partial(_one_band, band, options)
@@ -207,14 +218,24 @@ def _one_chunk(
         scores = scores + bias_between(keys.bias, queries.positions, keys.tokens.positions)
     seen = _mask(queries, keys.tokens, options)
     scores = jnp.where(seen[None], scores, jnp.finfo(jnp.float32).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
+    sinks = None if keys.sinks is None else keys.sinks[:, None, None]
+    shares = _shares(scores, sinks).astype(v.dtype).reshape(-1, span)
     return (shares @ v).reshape(group, size, v.shape[-1])
 
 
 def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:
     """Applies `cut`, which takes some of the keys, to all arrays of `keys`."""
     k, v, tokens = jax.tree.map(cut, keys[:3])
-    return _Keys(k, v, tokens, keys.bias)
+    return _Keys(k, v, tokens, keys.bias, keys.sinks)
+
+
+def _shares(scores: Float[Array, "... s"], sinks: Float[Array, "... 1"] | None) -> Float[Array, "... s"]:
+    """Returns the softmax of scores, float32. A sink is one more score, whose share is left out."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+    shares = jnp.exp(scores - largest)
+    return shares / (jnp.sum(shares, axis=-1, keepdims=True) + jnp.exp(sinks - largest))
 
 
 def _mask(queries: _Tokens, keys: _Tokens, options: AttentionOptions) -> Bool[Array, "*B t s"]:
@@ -242,6 +263,7 @@ def cached_attention(
     visible: Visibility,
     options: AttentionOptions,
     bias: Float[Array, "H n"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H W"]:
     """Returns softmax attention, as `functional.attention.attention` does, in the dtype of the queries.
 
@@ -251,7 +273,7 @@ def cached_attention(
       v: values.
       visible: positions and documents; see `Visibility`.
       options: of the scores.
-      bias: as `attention` takes it.
+      bias, sinks: as `attention` takes them.
     """
     batch, length, heads, _ = parts[0][0].shape
     kv_heads = v.shape[1]
@@ -271,7 +293,9 @@ def cached_attention(
     seen = _mask(queries, _Tokens(visible.key_positions, visible.key_segments, None), options)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     dtype = parts[0][0].dtype
-    shares = jax.nn.softmax(scores, axis=-1).astype(dtype).reshape(batch, kv_heads, group * length, -1)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1, 1)
+    shares = _shares(scores, sinks).astype(dtype).reshape(batch, kv_heads, group * length, -1)
     y = _product(shares, v.astype(dtype), contract_keys=True).astype(dtype)
     y = y.reshape(batch, kv_heads, group, length, -1).transpose(0, 3, 1, 2, 4)
     return y.reshape(batch, length, heads, -1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS, GATED_ACTIVATIONS
 
 
 def linear(
@@ -139,7 +139,14 @@ def layer_norm(
 
 
 def hidden(up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str) -> Float[Array, "... f"]:
-    """Returns `act(gate) * up` for a gated FFN, or `act(up)` for a plain one (`gate` is None)."""
+    """Returns `act(gate) * up` for a gated FFN, or `act(up)` for a plain one (`gate` is None).
+
+    Of the activations that only gated FFNs have, both factors are made (`GATED_ACTIVATIONS`).
+    """
+    if activation in GATED_ACTIVATIONS:
+        assert gate is not None, activation
+        of_gate, of_up = GATED_ACTIVATIONS[activation]
+        return of_gate(gate) * of_up(up)
     act = ACTIVATION_FUNCTIONS[activation]
     return act(up) if gate is None else act(gate) * up
 

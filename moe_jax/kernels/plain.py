@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,30 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.registry import Registry
 
+
+class GatedActivation(NamedTuple):
+    """An activation of gated FFNs that changes the other factor, too: the hidden state is `gate(g) * up(u)`."""
+
+    gate: Callable[[Array], Array]
+    up: Callable[[Array], Array]
+
+
+def _quick_gelu(x: Array) -> Array:
+    return x * jax.nn.sigmoid(1.702 * x)  # Hendrycks and Gimpel 2016; CLIP's
+
+
+SWIGLU_LIMIT = 7.0
+"""Largest magnitude of the factors of `swiglu_clamped`, before one is added to one of them."""
+
+GATED_ACTIVATIONS = {
+    # gpt-oss: min(g, 7) sigmoid(1.702 min(g, 7)) (1 + u between -7 and 7)
+    "swiglu_clamped": GatedActivation(
+        gate=lambda gate: _quick_gelu(jnp.minimum(gate, SWIGLU_LIMIT)),
+        up=lambda up: jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0,
+    )
+}
+"""Activations that only gated FFNs can have."""
+
 ACTIVATION_FUNCTIONS: Registry[Callable[[Array], Array]] = Registry(
     "activation",
     {
@@ -17,8 +42,9 @@ ACTIVATION_FUNCTIONS: Registry[Callable[[Array], Array]] = Registry(
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu": jax.nn.relu,
-        "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # Hendrycks and Gimpel 2016; CLIP's
+        "quick_gelu": _quick_gelu,
     },
+    reserved=GATED_ACTIVATIONS,
 )
 
 
@@ -42,11 +68,18 @@ def register_activation(name: str, function: Callable[[Array], Array]) -> None:
 
 
 def activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:
-    """Returns the activation of a gate, float32, computed with operations that Mosaic has."""
+    """Returns the factor that an activation makes of a gate, float32, computed with operations that Mosaic has."""
+    if activation in GATED_ACTIVATIONS:
+        return GATED_ACTIVATIONS[activation].gate(gate)
     if activation == "gelu":
         # Mosaic lacks `erfc`, which other platforms use here.
         return 0.5 * gate * (1.0 + lax.erf(gate * 0.5**0.5))
     return ACTIVATION_FUNCTIONS[activation](gate)
+
+
+def gated_factor(up: Float[Array, "*m n"], activation: str) -> Float[Array, "*m n"]:
+    """Returns the factor that `activated` is multiplied with: for most activations, what it is given."""
+    return GATED_ACTIVATIONS[activation].up(up) if activation in GATED_ACTIVATIONS else up
 
 
 _OUTER = lax.RaggedDotDimensionNumbers(

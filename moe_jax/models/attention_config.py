@@ -77,6 +77,8 @@ class AttentionConfig:
       rope: the layer's own rotary embedding; None: that of the model.
       rope_interleaved: rotated pairs are neighbours, (2i, 2i + 1), and not (i, i + r/2) of r rotated entries (ERNIE
         4.5, GLM-4, Command R); of latent attention `latent` says it.
+      sinks: every query head has a learned score of a key that is not there, in the denominator of its softmax: it may
+        look at nothing (gpt-oss).
       relative_bias: a bias for the distance of key and query is added to the scores; all layers of the stack share its
         table (T5). None: no bias.
       source_dim: in cross-attention, width of the input of keys and values, where it is not the model's.
@@ -97,6 +99,7 @@ class AttentionConfig:
     score_soft_cap: float | None = None
     rope: RopeConfig | None = None
     rope_interleaved: bool = False
+    sinks: bool = False
     relative_bias: RelativeBiasConfig | None = None
     source_dim: int | None = None
     nf4: bool = False
@@ -142,8 +145,10 @@ class AttentionConfig:
         if self.rope_interleaved:
             raise InputError("rope_interleaved is for plain attention: of latent attention latent.interleaved says it")
         others = (self.clip_qkv, self.score_soft_cap, self.source_dim, self.relative_bias)
-        if self.qk_norm != "none" or any(other is not None for other in others):
-            raise InputError("latent attention has no qk_norm, clip_qkv, score_soft_cap, source_dim or relative_bias")
+        if self.qk_norm != "none" or self.sinks or any(other is not None for other in others):
+            raise InputError(
+                "latent attention has no qk_norm, clip_qkv, score_soft_cap, sinks, source_dim or relative_bias"
+            )
         biased = [name for name in self.biases if name not in LATENT_BIASES]
         if biased:
             raise InputError(f"of latent attention {', '.join(LATENT_BIASES)} can have a bias, not {biased[0]}")
@@ -157,6 +162,7 @@ class AttentionConfig:
             words.append(f"{self.num_kv_heads} of keys and values")
         words += [self.mask] * (self.mask != "causal") + ["NF4"] * self.nf4
         words += [] if self.sliding_window is None else [f"window of {self.sliding_window:,}"]
+        words += ["sinks"] * self.sinks
         words += [] if self.lora is None else [self.lora.describe()]
         return ", ".join(words)
 

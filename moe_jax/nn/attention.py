@@ -34,10 +34,19 @@ def _options(config: AttentionConfig) -> AttentionOptions:
 
 
 def _attend(
-    config: AttentionConfig, q: Array, k: Array, v: Array, visible: Visibility, bias: Any = None, *, aligned: bool
+    config: AttentionConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Visibility,
+    *,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    aligned: bool,
 ) -> Float[Array, "B T H W"]:
     options: Any = _options(config)._replace(aligned=aligned)._asdict()
-    return attention(q, k, v, visible, bias=bias, placement=attention_placement(*q.shape[:2]), **options)
+    placement = attention_placement(*q.shape[:2])
+    return attention(q, k, v, visible, bias=bias, sinks=sinks, placement=placement, **options)
 
 
 class Attention(nnx.Module):
@@ -49,11 +58,14 @@ class Attention(nnx.Module):
     o: Linear
     q_norm: Norm
     k_norm: Norm
+    sinks: nnx.Param
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
         for name, linear in make_projections(config, model.d_model, rngs=rngs, dtype=dtype).items():
             setattr(self, name, linear)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.num_heads, dtype))
         width = config.head_dim
         if config.qk_norm == "head_layer":
             heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
@@ -92,14 +104,14 @@ class Attention(nnx.Module):
         if rope is not None:
             q, k = (apply_rope(one, *rope, interleaved=self.config.rope_interleaved) for one in (q, k))
         if cache is None:
-            y = _attend(self.config, q, k, v, visible, bias, aligned=True)
+            y = _attend(self.config, q, k, v, visible, bias=bias, sinks=self._sinks, aligned=True)
             return self._out(y, keys), None
         assert slots is not None, "a cache goes with slots"
         cache = cache._replace(
             k=slots.write(cache.k, k.transpose(0, 2, 1, 3)), v=slots.write(cache.v, v.transpose(0, 2, 1, 3))
         )
         if slots.begins:
-            y = _attend(self.config, q, k, v, visible, bias, aligned=True)
+            y = _attend(self.config, q, k, v, visible, bias=bias, sinks=self._sinks, aligned=True)
         else:
             visible = visible._replace(key_positions=slots.key_positions(cache.k.shape[2]))
             y = self._attend_to_cache(q, cache, visible, bias)
@@ -127,7 +139,7 @@ class Attention(nnx.Module):
         q = self._queries(x, keys["q"])
         if source is not None:
             k, v = self._keys_and_values(source.astype(x.dtype), keys["k"], keys["v"])
-            y = _attend(self.config, q, k, v, visible, aligned=False)
+            y = _attend(self.config, q, k, v, visible, sinks=self._sinks, aligned=False)
             if cache is not None:
                 k, v = (shard_cache(made.astype(cache.k.dtype).transpose(0, 2, 1, 3)) for made in (k, v))
                 cache = KVCache(k, v)
@@ -159,8 +171,12 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B T w"]:
         if q.shape[1] > MOST_QUERIES:
             k, v = (a.transpose(0, 2, 1, 3).astype(q.dtype) for a in cache[:2])
-            return _attend(self.config, q, k, v, visible, bias, aligned=False)
-        return cached_attention([(q, cache.k)], cache.v, visible, _options(self.config), bias)
+            return _attend(self.config, q, k, v, visible, bias=bias, sinks=self._sinks, aligned=False)
+        return cached_attention([(q, cache.k)], cache.v, visible, _options(self.config), bias, self._sinks)
+
+    @property
+    def _sinks(self) -> Float[Array, " H"] | None:
+        return self.sinks[...] if self.config.sinks else None
 
     def _out(self, y: Float[Array, "B T H W"], keys: dict[str, Array | None]) -> Float[Array, "B T d"]:
         return self.o(y.reshape(*y.shape[:2], -1), keys["o"])

@@ -13,6 +13,7 @@ from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.conversion.safetensors_file import read_header
 from moe_jax.conversion.to_peft import base_name, export_peft
+from moe_jax.core.errors import InputError
 from moe_jax.experts.shapes import AdapterConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.loading import leaf_specs, load_model
@@ -144,8 +145,8 @@ def test_experts_and_routers_are_parameters(tmp_path, capsys, keys, in_every_lay
     assert_peft_computes_the_same(base, source, tmp_path / "out")
 
 
-# Transformers has them itself, as causal models.
-OTHERS = ("qwen", "deepseek", "t5", "switch_transformers")
+# Transformers has them itself, as causal models; and a tensor of a matrix for each.
+OTHERS = ("qwen", "deepseek", "t5", "switch_transformers", "gpt_oss")
 FAMILIES = [name for name, keys in CONFIGS.items() if keys["model_type"] not in OTHERS]
 
 
@@ -172,6 +173,14 @@ def test_lora_on_each_target_alone(tmp_path, family):
     base = base_of(tmp_path, CONFIGS[family])
     for name in targets_of(base.config):
         assert_exported_whole(tmp_path, base, (name,))
+
+
+def test_of_interleaved_experts_peft_adapts_attention_only(tmp_path):
+    base = base_of(tmp_path, CONFIGS["gpt_oss"])
+    assert_exported_whole(tmp_path, base, ("q", "v"))
+    for name in ("gate", "down"):
+        with pytest.raises(InputError, match="has another shape"):
+            assert_exported_whole(tmp_path, base, (name,))
 
 
 def test_what_peft_cannot_say_is_refused(tmp_path, capsys):

@@ -83,13 +83,22 @@ COMPRESSED = [
     ("mixed-over-codes", "factored-grouped", "plain-biases"),
     ("mixed-over-codes", "synthesised", "gated-biases"),
 ]
+CLAMPED = [
+    (kind, strategy, "clamped-biases")
+    for kind, strategy in [*STRATEGIES, ("quantized-3-alone", "synthesised"), ("bases", "synthesised")]
+]
 FFNS = {
     "gated": FFNConfig(dim=16),
     "plain-biases": FFNConfig(dim=16, gated=False, activation="gelu", bias=True),
     "gated-biases": FFNConfig(dim=16, bias=True),
+    "clamped-biases": FFNConfig(dim=16, activation="swiglu_clamped", bias=True),
 }
 D_MODEL, EXPERTS = 8, 4
-SHAPES = {"gated-biases": [(9, 2)], "plain-biases": [(9, EXPERTS), (1, 1)][: 2 if EVERY else 1]}  # tokens, k
+SHAPES = {
+    "gated-biases": [(9, 2)],
+    "clamped-biases": [(9, 2)],
+    "plain-biases": [(9, EXPERTS), (1, 1)][: 2 if EVERY else 1],
+}  # tokens, k
 
 
 def make_fresh(kind, ffn_kind):
@@ -143,7 +152,7 @@ def draw(rng, tokens, top_k, concentration):
 @one_in(17, first=2)
 @pytest.mark.parametrize(
     ("kind", "strategy", "ffn_kind"),
-    [(*way, ffn_kind) for way in STRATEGIES for ffn_kind in ("gated-biases", "plain-biases")] + COMPRESSED,
+    [(*way, ffn_kind) for way in STRATEGIES for ffn_kind in ("gated-biases", "plain-biases")] + COMPRESSED + CLAMPED,
 )
 def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     # The shapes are few, so that programs are compiled once; routing, which is data, is drawn freely.

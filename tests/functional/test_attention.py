@@ -187,9 +187,9 @@ def test_accelerator_form_equals_cpu_form():
     options = chunks.AttentionOptions("causal", None, 0.5, None, aligned=True)
     one_head = partial(chunks._one_key_head, chunks._bands(40, 40, options), options)
     visible = Visibility(positions, positions)
-    bias = normal(3, 3, 2, 9)
+    bias, sinks = normal(3, 3, 2, 9), normal(4, 3, 2)
     a, b = (
-        jax.jit(lambda q, k, v, bias, form=form: form(one_head, q, k, v, visible, bias))(q, k, v, bias)
+        jax.jit(lambda *given, form=form: form(one_head, *given[:3], visible, *given[3:]))(q, k, v, bias, sinks)
         for form in (chunks._loop_over_heads, chunks._all_heads_at_once)
     )
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -257,12 +257,14 @@ def test_a_kernel_is_called_by_every_device_for_its_rows_and_heads(sizes, rows, 
     positions = jnp.broadcast_to(jnp.arange(12)[None], (rows, 12))
     visible = Visibility(positions, positions, segments, segments)
 
-    def kernel(q, k, v, visible, bias):
-        return attention(q, k, v, visible, aligned=False)
+    sinks = jnp.asarray(rng.standard_normal(heads[0]), jnp.float32)
+
+    def kernel(q, k, v, visible, bias, sinks):
+        return attention(q, k, v, visible, sinks=sinks, aligned=False)
 
     def results(function):
-        value = lambda q, k, v: jnp.sum(function(q, k, v, visible, None) * weight)  # noqa: E731
-        return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))(q, k, v)
+        value = lambda q, k, v, sinks: jnp.sum(function(q, k, v, visible, None, sinks) * weight)  # noqa: E731
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2, 3)))(q, k, v, sinks)
 
     expected = results(kernel)
     with jax.set_mesh(make_mesh(sizes)):

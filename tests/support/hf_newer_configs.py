@@ -169,4 +169,20 @@ NEWER: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "attention_bias": True,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
 }

@@ -29,6 +29,16 @@ def fp4_numbers(stored: np.ndarray) -> np.ndarray:
     return _PAIRS[stored].reshape(*stored.shape[:-1], -1)
 
 
+def fp4_codes(stored: np.ndarray) -> np.ndarray:
+    """Returns the codes of bytes, UInt8[n, m], as UInt8[n, 2 m]."""
+    return np.stack([stored & 15, stored >> 4], axis=-1).reshape(len(stored), -1)
+
+
+def fp4_groups(size: int) -> Groups:
+    """Returns the description of codes of which so many share a scale."""
+    return Groups(4, size, tuple(map(float, _NUMBERS)))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FP4Rows(GroupedRows):
     """A matrix [out, in] of numbers of four bits, with a scale for every group in a row.
@@ -56,12 +66,10 @@ class FP4Rows(GroupedRows):
 
     @property
     def groups(self) -> Groups:
-        return Groups(4, self.group, tuple(map(float, _NUMBERS)))
+        return fp4_groups(self.group)
 
     def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
-        stored = read(self.numbers, start, stop)
-        codes = np.stack([stored & 15, stored >> 4], axis=-1).reshape(len(stored), -1)
-        return CodesOfGroups(codes, self._scales(read, start, stop))
+        return CodesOfGroups(fp4_codes(read(self.numbers, start, stop)), self._scales(read, start, stop))
 
     def _scales(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
         scales = read(self.scales, start, stop)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from moe_jax.conversion.formats.fp4 import MXFP4_GROUP, fp4_numbers
+from moe_jax.conversion.formats.fp4 import MXFP4_GROUP, fp4_codes, fp4_groups, fp4_numbers
 from moe_jax.conversion.formats.fp8 import EXPONENTS, powers_of_two
 from moe_jax.conversion.formats.quantized_format import (
     CodedMatrix,
@@ -19,14 +19,14 @@ from moe_jax.conversion.formats.quantized_format import (
     finite_scales,
     scale_blocks,
 )
-from moe_jax.conversion.tensors import CodedRows, ReadRows, TensorEntry
+from moe_jax.conversion.tensors import CodesOfGroups, GroupedRows, Groups, ReadRows, TensorEntry
 from moe_jax.core.errors import InputError, shown
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransposedFP4Rows(CodedRows):
+class TransposedFP4Rows(GroupedRows):
     """Kernels [experts, in, out] whose transposed numbers are stored.
 
     Attributes:
@@ -38,6 +38,7 @@ class TransposedFP4Rows(CodedRows):
     name: str
     blocks: TensorEntry
     scales: TensorEntry
+    is_transposed = True
 
     def decoded(self, read: ReadRows, start: int, stop: int) -> np.ndarray:
         _, columns, groups, _ = self.blocks.shape
@@ -55,6 +56,16 @@ class TransposedFP4Rows(CodedRows):
             skipped = first - needed.start * MXFP4_GROUP
             values[before + first - start : before + last - start] = numbers.T[skipped : skipped + last - first]
         return values
+
+    @property
+    def groups(self) -> Groups:
+        return fp4_groups(MXFP4_GROUP)
+
+    def codes_of_groups(self, read: ReadRows, start: int, stop: int) -> CodesOfGroups:
+        groups = self.blocks.shape[2]
+        stored = read(self.blocks, start * groups, stop * groups).reshape(stop - start, -1)
+        scales = powers_of_two(read(self.scales, start, stop))
+        return CodesOfGroups(fp4_codes(stored), finite_scales(scales, self.name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,7 +149,10 @@ class LeafWriting:
             calibration.begin(layer)
         decoded: dict[str, np.ndarray] = {}
         for path in paths:
-            if self.packing is None or self.packing.encoder_of(path) is None:
+            if turns := self.mapped.pieces[path][0].turns:
+                if path == turns[0]:
+                    self._write_turns(turns)
+            elif self.packing is None or self.packing.encoder_of(path) is None:
                 self._write_leaf(path)
             elif (made := self._write_packed(path, self.packing)) is not None and calibration is not None:
                 decoded[path] = made
@@ -249,6 +252,25 @@ class LeafWriting:
             for future in writing:
                 future.result()
             assert not waiting, (path, waiting)
+
+    def _write_turns(self, paths: tuple[str, ...]) -> None:
+        """Writes leaves whose columns take turns in their tensors, an expert of all of them at a time."""
+        pieces, dtype = self.mapped.pieces[paths[0]], self.specs[paths[0]].dtype
+        by_expert = {piece.expert: piece for piece in pieces}
+        for parts in zip(*(self._parts_of(path, self.mapped.pieces[path]) for path in paths), strict=True):
+            (expert, _), *_ = parts
+            assert all(other == expert for other, _ in parts), paths
+            for path, (_, part) in zip(paths, parts, strict=True):
+                name = path if expert is None else f"{path}[{expert}]"
+                if not self.allow_nonfinite:
+                    check_finite(name, part, REMEDY)
+                check_fits(name, part, dtype)
+            piece = by_expert.pop(expert)
+            assert not piece.transpose and piece.columns is None, piece
+            with np.errstate(all="ignore"):  # as in `_write_rows`
+                joined = np.stack([part for _, part in parts], axis=-1).astype(dtype, copy=False)
+            self.progress.advance(self.writer.write(piece.tensor, piece.offset, joined))
+        assert not by_expert, (paths, by_expert)
 
     def _parts_of(self, path: str, pieces: list[Piece]) -> Iterator[tuple[int | None, np.ndarray]]:
         """Yields the parts of a leaf, cut as its pieces are: heads that have a tensor each are stacked in one part."""

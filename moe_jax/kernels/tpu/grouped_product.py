@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.hardware import ANY_CORE, LANES, RESERVED, Core, round_up
-from moe_jax.kernels.plain import activated
+from moe_jax.kernels.plain import activated, gated_factor
 from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand, Piece
 from moe_jax.kernels.tpu.parts import (
     COLUMNS,
@@ -235,7 +235,9 @@ def _kernel(
             for panel_ref in panels:
                 weights = panel_ref[columns, :] if transposed else panel_ref[:, columns]
                 products.append(dot(rows_ref[own, :], weights, (1, 1 if transposed else 0)))
-            product = products[0] if activation is None else activated(products[0], activation) * products[1]
+            product = products[0]
+            if activation is not None:
+                product = activated(product, activation) * gated_factor(products[1], activation)
             kept = sums_ref[own, columns].astype(jnp.float32)
             # All terms are there, or a part of them.
             product = kept + product if scratch else product

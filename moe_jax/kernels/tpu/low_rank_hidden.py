@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.hardware import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
-from moe_jax.kernels.plain import activated
+from moe_jax.kernels.plain import activated, gated_factor
 from moe_jax.kernels.tpu.parts import COLUMNS, dot, in_pieces
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _kernel(*refs: Any, rank: int, activation: str) -> None:
                     return of_base[at].astype(jnp.float32) + dot(chosen, b[:, at[1]], (1, 0))
 
                 h = activated(product(*gate_refs), activation)
-                h = h * product(*up_refs)
+                h = h * gated_factor(product(*up_refs), activation)
                 products = dot(h.astype(a_ref.dtype), a_ref[at[1], :], (1, 0))
                 inner_ref[own, :] += jnp.where(is_own, weights[:, j : j + 1] * products, 0.0)
                 return h

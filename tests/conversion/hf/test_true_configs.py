@@ -1,9 +1,11 @@
 """Every true config is read, and a checkpoint of it would hold as many parameters as the true one."""
 
 import io
+import json
 import pathlib
 import re
 
+import pytest
 from rich.console import Console
 
 from moe_jax.api.open_source import read_config
@@ -28,6 +30,67 @@ def parameters_of(config: pathlib.Path) -> int:
     printed = io.StringIO()
     convert(config, config.parent / "not-there", dry_run=True, console=Console(file=printed, width=400))
     return int(re.findall(r"([\d,]+) parameters", printed.getvalue())[-1].replace(",", ""))
+
+
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
+
+# The configs of https://huggingface.co/openai/gpt-oss-20b and gpt-oss-120b, whose layers differ in number only. The
+# model card (arXiv:2508.10925, table 1) rounds the totals to 20.91 and 116.83 billion.
+@pytest.mark.parametrize(
+    ("layers", "experts", "total"), [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)], ids=["20b", "120b"]
+)
+def test_gpt_oss(tmp_path: pathlib.Path, layers: int, experts: int, total: int):
+    types = ["sliding_attention", "full_attention"] * (layers // 2)
+    keys = _GPT_OSS | {"num_hidden_layers": layers, "num_local_experts": experts, "layer_types": types}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(keys))
+    assert parameters_of(file) == make_plan(read_config(file)).total_params == total
 
 
 def test_every_true_config(data_dir: pathlib.Path):

@@ -93,7 +93,8 @@ def gated(activation, stored):
 
 
 @pytest.mark.parametrize(
-    ("activation", "stored"), [("silu", False), ("gelu", True), *[(name, True) for name in ("gelu_tanh", "relu")]]
+    ("activation", "stored"),
+    [("silu", False), ("gelu", True), *[(name, True) for name in ("gelu_tanh", "relu", "swiglu_clamped")]],
 )
 def test_gated_product(activation, stored):
     @settings(max_examples=3)

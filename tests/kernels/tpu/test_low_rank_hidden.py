@@ -62,7 +62,7 @@ def small_blocks(monkeypatch):
 
 
 @one_in(3)
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_clamped"])
 @pytest.mark.parametrize("tokens", [1, 77])
 def test_is_what_the_products_one_after_the_other_give(tokens, activation):
     @settings(max_examples=3)
