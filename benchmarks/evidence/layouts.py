@@ -248,6 +248,12 @@ GGUF_QUANTISED = Table(
     ("type", "MB, ours", "llama.cpp's", "nats per token, quantised here", "by llama.cpp"),
     ("{}", "{:.1f}", "{:.1f}", "{:.4f}", "{:.4f}"),
 )
+FOUR_BITS = Table(
+    "four bits",
+    ("the same MoE", "MB", "nats per token", "more than in bfloat16 [95 %]", "most likely token alike, %",
+     "greedy tokens alike, %", "made by"),
+    ("{}", "{:.1f}", "{:.4f}", "{}", "{}", "{}", "{}"),
+)  # fmt: skip
 PLAN_TRAIN = Table(
     "cases",
     ("SmolLM2-135M, 2 × 256 tokens, float32", "foretold, GB", "measured, GB", "difference, % (aim 15)",

@@ -65,6 +65,8 @@ EXAMPLES = """
 moe-jax export run/model hf-dir
 # experts in 4 bits, for vLLM
 moe-jax export moe-dir packed-dir --format compressed-tensors --bits 4
+# the whole model in 4 bits, chosen by what a text gives it
+moe-jax export moe-dir packed-dir --format compressed-tensors --parts model --calibrate text.txt
 # experts in 3 bits, for GPTQModel and vLLM
 moe-jax export moe-dir gptq-dir --format gptq --bits 3
 # in about 5 bits, for llama.cpp

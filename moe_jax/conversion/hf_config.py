@@ -232,7 +232,9 @@ def _architectures(data: Mapping[str, Any]) -> list[str]:
 def _family_name(data: Mapping[str, Any]) -> str:
     name = data.get("model_type")
     if name is None:
-        by_architecture = {one.architecture: one.name for one in (*FAMILIES.values(), *MODEL_TYPES.values())}
+        # Of two that name one class, the family that Transformers has it for comes last.
+        in_order = sorted(FAMILIES.values(), key=lambda family: not family.own_code)
+        by_architecture = {one.architecture: one.name for one in (*in_order, *MODEL_TYPES.values())}
         known = {family.classifier_architecture: family.name for family in FAMILIES.values()} | by_architecture
         name = next((known[one] for one in _architectures(data) if one in known), None)
         if name is None:

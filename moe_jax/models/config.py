@@ -42,6 +42,7 @@ class LayerConfig:
       shared_norm: both also have the same norm (`attention_norm`).
       branch_scales: what a branch adds is first multiplied, entry by entry, by a vector of its own (LayerScale, Touvron
         et al. 2021).
+      residual_scale: what a branch adds is multiplied by it (Granite).
       module: `block`, or what `nn.register_layer` has added: the module of such a layer.
     """
 
@@ -52,6 +53,7 @@ class LayerConfig:
     parallel: bool = False
     shared_norm: bool = False
     branch_scales: bool = False
+    residual_scale: float = 1.0
     module: str = BLOCK
 
     __repr__ = short_repr
@@ -65,6 +67,12 @@ class LayerConfig:
             raise InputError("parallel attention and FFN go with norm_position 'pre' and without cross-attention")
         if self.branch_scales and (self.norm_position != "pre" or self.parallel):
             raise InputError("branch_scales go with norm_position 'pre', and attention and FFN one after the other")
+        check_number(self, "residual_scale", above=0)
+        if self.residual_scale != 1.0 and (self.norm_position != "pre" or self.parallel):
+            raise InputError(
+                f"residual_scale={self.residual_scale} goes with norm_position 'pre', and attention and FFN one after "
+                "the other"
+            )
         if self.shared_norm and not self.parallel:
             raise InputError("shared_norm is for attention and FFN in parallel")
         if self.cross is not None:

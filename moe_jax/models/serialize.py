@@ -107,6 +107,7 @@ class _Layer:
     parallel: bool = False
     shared_norm: bool = False
     branch_scales: bool = False
+    residual_scale: float = 1.0
     module: str = BLOCK
 
     def __post_init__(self) -> None:
@@ -143,8 +144,9 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     mlp = fields.pop("mlp")
     if layer.module == BLOCK:
         del fields["module"]  # as in older files
-    if not layer.branch_scales:
-        del fields["branch_scales"]  # likewise
+    for name in ("branch_scales", "residual_scale"):
+        if fields[name] == getattr(LayerConfig, name):
+            del fields[name]  # likewise
     for attention in filter(None, (fields["attention"], fields["cross"])):
         for name in _NEWER:
             if attention[name] == getattr(AttentionConfig, name):

@@ -28,6 +28,7 @@ class Block(Summarised):
     def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.is_moe = isinstance(config.mlp, MoEConfig)
         self.norm_position, self.parallel, self.shared_norm = config.norm_position, config.parallel, config.shared_norm
+        self.residual_scale = config.residual_scale
         self.crosses = config.cross is not None
         self.is_biased = config.attention.relative_bias is not None
         self.rope = (model.rope_of(config), config.attention.rope_dim)
@@ -109,6 +110,8 @@ class Block(Summarised):
         y, extra = branch(norm(x))
         if (scale := getattr(self, f"{name}_scale", None)) is not None:
             y = y * scale[...].astype(y.dtype)[None, None]
+        if self.residual_scale != 1.0:
+            y = y * jnp.asarray(self.residual_scale, y.dtype)
         return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra
 
 

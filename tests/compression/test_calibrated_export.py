@@ -42,7 +42,7 @@ def test_outputs_change_less_and_the_losses_are_those_of_the_models(models, text
     count = len(windows)
     assert exported(models["moe"], tmp_path / "by_text", *more, *by_text(text, count)) == 0
     said = capfd.readouterr().err
-    assert f"whole numbers by what {text} gives the model" in said
+    assert f"chosen by what {text} gives the model" in said
     whole, rounded, ours = (
         logits(path, windows) for path in (models["moe"], tmp_path / "rounded", tmp_path / "by_text")
     )

@@ -34,7 +34,8 @@ from moe_jax.compression.calibration.recording import (
 )
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
-from moe_jax.files.staging import ANALYSIS, Workplace
+from moe_jax.files.file_work import FileWorkplace
+from moe_jax.files.staging import ANALYSIS
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 
@@ -207,7 +208,8 @@ def begun_pass(source: ModelSource, dst: Path, job: Any, *, rows: CalibrationRow
         with tempfile.TemporaryDirectory(prefix="moe_jax_calibration_") as folder:
             yield CodedPass(source, rows, Path(folder), mesh=mesh)
         return
-    with Workplace(on_disk, [job, rows.digest()], suffix=ANALYSIS) as work:
+    # `dst` may be a file or a directory; nothing here becomes it.
+    with FileWorkplace(on_disk, [job, rows.digest()], suffix=ANALYSIS) as work:
         yield CodedPass(source, rows, work.folder, mesh=mesh)
 
 

@@ -53,7 +53,7 @@ NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20
 """p, beta, its factor, and the number of steps: as published."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HalfQuadratic(LeastError):
     """Codes with zero points. The published rounds go on as long as the mean error falls."""
 
@@ -113,7 +113,7 @@ def zero_points(
     return scales, zeros
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NormalFloat(LeastError):
     """Codes of four bits with the table of NF4."""
 

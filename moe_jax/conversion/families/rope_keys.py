@@ -59,8 +59,14 @@ def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeCon
         raise InputError(
             f"config.json: rope_theta is {top_theta}, but its rope parameters say {shown(theta)}; keep one"
         )
-    fraction = values.pop("partial_rotary_factor", None)
-    fraction = config.number("partial_rotary_factor") if fraction is None else fraction
+    fraction, top_fraction = values.pop("partial_rotary_factor", None), config.number("partial_rotary_factor")
+    if fraction is None:
+        fraction = top_fraction
+    elif config.given("partial_rotary_factor") and fraction != top_fraction:
+        raise InputError(
+            f"config.json: partial_rotary_factor is {top_fraction}, but its rope parameters say {shown(fraction)}; "
+            "keep one"
+        )
     fraction = 1.0 if fraction is None else _checked("partial_rotary_factor", fraction)
 
     scaling = _scaling(values)

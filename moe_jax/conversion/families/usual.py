@@ -345,6 +345,11 @@ def gated_ffn(theirs: str, ours: str) -> Table:
 
 GATED_FFN = gated_ffn("model.layers.{i}.mlp", "layers/{i}/mlp")
 
+JOINED_FFN: Table = (
+    Row("model.layers.{i}.mlp.gate_up_proj.weight", ("layers/{i}/mlp/gate/kernel", "layers/{i}/mlp/up/kernel"), True),
+    *linear("model.layers.{i}.mlp.down_proj", "layers/{i}/mlp/down"),
+)
+
 LM_HEAD: Table = (
     *linear("lm_head", "lm_head"),
     Tied("lm_head.weight", equals="model.embed_tokens.weight"),

@@ -1,10 +1,11 @@
 """Sliding windows of layers, and layers that rotate nothing, as keys of config.json say them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.usual import num_layers, same_in_all_layers
+from moe_jax.conversion.families.rope_keys import read_rope
+from moe_jax.conversion.families.usual import num_layers, read_attention, same_in_all_layers
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ModelConfig, RopeConfig
 
@@ -55,6 +56,33 @@ def slides_but_every(config: HFConfig, key: str) -> Callable[[int], bool]:
 def ropes_of_windows(windows: Sequence[int | None]) -> list[RopeConfig | None]:
     """Returns the rotary embeddings of layers of which only those with a window rotate anything."""
     return [UNROTATED if window is None else None for window in windows]
+
+
+def read_ropes(config: HFConfig, thetas: Mapping[str, str]) -> dict[str, RopeConfig]:
+    """Reads the rotary embedding of layers of either type.
+
+    Transformers 5 writes `rope_parameters` with an object for each type; Transformers 4 writes `rope_scaling` for
+    layers without a window, and for each type the key in `thetas`.
+    """
+    by_type = config.mapping("rope_parameters") or {}
+    if not by_type.keys() <= {FULL, SLIDING} or not all(isinstance(one, dict | None) for one in by_type.values()):
+        raise InputError(
+            f"config.json: rope_parameters has {shown(sorted(by_type))}, expected objects for {FULL!r} and {SLIDING!r}"
+        )
+    scalings = {FULL: config.mapping("rope_scaling"), SLIDING: None}
+    ropes = {}
+    for kind, key in thetas.items():
+        parts: dict[str, Any] = {"rope_scaling": scalings[kind], "rope_parameters": by_type.get(kind)}
+        if config.given(key):
+            parts["rope_theta"] = config.number(key)
+        one = HFConfig(parts, {"rope_theta": config.number(key)})
+        ropes[kind] = read_rope(
+            one,
+            max_positions=config.required_integer("max_position_embeddings"),
+            head_dim=read_attention(config).head_dim,
+        )
+        config.unknown_inside(f"rope_parameters.{kind}", one.unread_keys().get("rope_scaling", ()))
+    return ropes
 
 
 def write_window(config: ModelConfig) -> dict[str, Any]:

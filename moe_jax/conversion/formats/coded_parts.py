@@ -136,20 +136,24 @@ class Packing:
 
         `text` is what these are chosen by; None: they are rounded.
         """
-        how = "rounded" if text is None else f"whole numbers by what {text} gives the model"
+        chosen, by = ("rounded", "") if text is None else ("chosen", f" by what {text} gives the model")
+        how = chosen + by
         words = {part: encoder.word for part, encoder in self.encoders.items()}
         if "experts" not in words:
             return f"{_joined(words)}: {how}"
+        others = _joined({part: word for part, word in words.items() if part != "experts"})
+        experts = f"experts are in {words['experts']}"
+        if self.stored:
+            return f"{experts}: the codes that they have" + (f"; {others}: {how}" if others else "")
         had = {
             _in_words(form)
             for i in source.config.moe_layers
             if (form := _whole_numbers(source.config.moe(i))) is not None
         }
-        again = "rounded again" if text is None else how
-        again = f"{again}, from {' and '.join(sorted(had))}, which loses a little" if had else how
-        kept = "the codes that they have" if self.stored else again
-        others = {part: word for part, word in words.items() if part != "experts"}
-        return f"experts are in {words['experts']}: {kept}" + (f"; {_joined(others)}: {how}" if others else "")
+        if had:
+            again = f"{chosen} again{by}, from {' and '.join(sorted(had))}, which loses a little"
+            return f"{experts}: {again}" + (f"; {others}: {how}" if others else "")
+        return f"{experts}{', ' if others else ''}{others}: {how}"
 
     def encoder_of(self, path: str) -> Encoder | None:
         """Returns the format of a leaf; None: it is written as it is."""
@@ -316,6 +320,34 @@ def stored_codes(source: ModelSource, path: str) -> Iterator[Codes]:
             "--levels even, or give the model as it was before"
         )
     return map(Codes, codes, scales)
+
+
+# Kernels of a module that vLLM reads as one matrix.
+_READ_AS_ONE = (("q", "k", "v"), ("q_down", "kv_down"), ("gate", "up"))
+
+Parts = Callable[[str], Iterator[tuple[int | None, np.ndarray]]]
+"""Returns the kernels of a leaf, by expert."""
+
+
+class SharedScales:
+    """The largest magnitudes of kernels that are read as one matrix: of their scales vLLM takes one for all."""
+
+    def __init__(self) -> None:
+        self._paths: tuple[str, ...] = ()
+        self._largest: dict[int | None, float] = {}
+
+    def largest(self, path: str, known: Mapping[str, object], parts: Parts) -> Mapping[int | None, float]:
+        """Returns them by expert, for a kernel and the `known` ones that are read with it; keeps those found last."""
+        module, _, name = path.removesuffix("/kernel").rpartition("/")
+        together = next((names for names in _READ_AS_ONE if name in names), (name,))
+        paths = tuple(one for other in together if (one := f"{module}/{other}/kernel") in known)
+        if paths != self._paths:
+            found: dict[int | None, float] = {}
+            for one in paths:
+                for expert, kernel in parts(one):
+                    found[expert] = max(found.get(expert, 0.0), float(np.abs(kernel).max(initial=0)))
+            self._paths, self._largest = paths, found
+        return self._largest
 
 
 class CodingErrors:

@@ -185,11 +185,14 @@ class WholeNumbers(Encoder):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FP8(Encoder):
-    """Attributes:
-    block: rows and columns that share a scale; None: a row has one.
+    """FP8, for which activations are rounded too, every token by a scale of its own: vLLM has no experts without that.
+
+    Attributes:
+      block: rows and columns that share a scale; None: a row has one.
     """
 
     format = "float-quantized"
+    activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     block: tuple[int, int] | None = None
 
     @property
@@ -270,17 +273,22 @@ class _FP4(Encoder):
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4(_FP4):
-    """e2m1 with a scale in e4m3 for 16 inputs, and one for the matrix."""
+    """e2m1 with a scale in e4m3 for 16 inputs, and one for the matrix.
+
+    Attributes:
+      largest: magnitude in the matrices that share this scale; None: in the matrix itself.
+    """
 
     format = "nvfp4-pack-quantized"
     group, strategy, scale_dtype = NVFP4_GROUP, "tensor_group", "torch.float8_e4m3fn"
+    largest: float | None = None
 
     def planned(self, shape: tuple[int, int], scales: np.dtype) -> dict[str, PlannedTensor]:
         steps = PlannedTensor("F8_E4M3", (shape[0], shape[1] // self.group))
         return {"_packed": self._packed(shape), "_scale": steps, "_global_scale": PlannedTensor("F32", (1,))}
 
     def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
-        most = float(np.abs(matrix).max(initial=0))
+        most = float(np.abs(matrix).max(initial=0)) if self.largest is None else self.largest
         whole = np.float32(_FP8_MOST * _FP4_MOST / most if most > 0 else 1)
         local = np.clip(_most(matrix, 1, self.group) / _FP4_MOST * whole, 0, _FP8_MOST)
         local = local.astype(ml_dtypes.float8_e4m3fn)

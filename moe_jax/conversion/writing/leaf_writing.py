@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from moe_jax.conversion.checkpoint_source import WORKERS, row_chunks
-from moe_jax.conversion.formats.coded_parts import CodingErrors, Packing, part_of
-from moe_jax.conversion.formats.encoders import Encoder, WholeNumbers
+from moe_jax.conversion.formats.coded_parts import CodingErrors, Packing, SharedScales, part_of
+from moe_jax.conversion.formats.encoders import NVFP4, Encoder, WholeNumbers
 from moe_jax.conversion.hf_format import MergedModel
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.conversion.tensors import copy_transposed
@@ -101,6 +101,7 @@ class LeafWriting:
       calibration: says what linear maps are given while their codes are chosen; None: all inputs count alike.
       errors: of the codes that were made.
       losses: of the text of the calibration, when all is written; before, and in codes.
+      shared_scales: of kernels that are read as one matrix.
     """
 
     model: MergedModel
@@ -116,6 +117,7 @@ class LeafWriting:
     calibration: CalibratingPass | None = None
     errors: CodingErrors = field(default_factory=CodingErrors)
     losses: list[float] = field(default_factory=list)
+    shared_scales: SharedScales = field(default_factory=SharedScales)
 
     def write_layers(self, work: Workplace | RemoteWork) -> None:
         """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
@@ -195,12 +197,15 @@ class LeafWriting:
             for expert, codes in self.model.codes(path):
                 yield expert, encoder.tensors(codes, shape, scales), None
             return
+        largest: Mapping[int | None, float] = {}
+        if isinstance(encoder, NVFP4):
+            largest = self.shared_scales.largest(path, self.mapped.pieces, self._finite_parts)
         before, made = None, None
         for expert, kernel, moment in self._kernels_and_moments(path, encoder):
             # Those of a dense layer are one kernel, and of merged experts; but what they are given may differ.
             if kernel is not before or made is None or moment is not None:
-                name = path if expert is None else f"{path}[{expert}]"
-                check_finite(name, kernel, REMEDY)
+                if isinstance(encoder, NVFP4):
+                    encoder = replace(encoder, largest=largest[expert])
                 matrix = np.ascontiguousarray(kernel.T, np.float32)
                 before, made = kernel, encoder.encoded(matrix, scales, moment)
                 self.errors.add(path, matrix, made.decoded)
@@ -210,7 +215,7 @@ class LeafWriting:
         self, path: str, encoder: Encoder
     ) -> Iterator[tuple[int | None, np.ndarray, np.ndarray | None]]:
         """Yields the kernels of a leaf, with the second moments of their inputs where these choose the codes."""
-        parts = self._parts_of(path, self.mapped.pieces[path])
+        parts = self._finite_parts(path)
         if self.calibration is None or not isinstance(encoder, WholeNumbers):
             for expert, kernel in parts:
                 yield expert, kernel, None
@@ -218,6 +223,12 @@ class LeafWriting:
         in_order = sorted(parts, key=lambda part: part[0] or 0)
         for (expert, kernel), moment in zip(in_order, self.calibration.moments(path), strict=True):
             yield expert, kernel, moment
+
+    def _finite_parts(self, path: str) -> Iterator[tuple[int | None, np.ndarray]]:
+        """Yields the parts of a leaf whose numbers are finite, as `_parts_of` does."""
+        for expert, kernel in self._parts_of(path, self.mapped.pieces[path]):
+            check_finite(path if expert is None else f"{path}[{expert}]", kernel, REMEDY)
+            yield expert, kernel
 
     def _write_leaf(self, path: str) -> None:
         """Writes one leaf. The next expert is made while the previous one is written; two are in memory."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 
 from moe_jax.api.transforms import _codes
 from moe_jax.conversion.formats.coded_parts import CONTAINERS
@@ -102,6 +102,21 @@ def test_e2m1_is_rounded_to_the_nearest():
     signed = np.concatenate([-FP4_LEVELS[::-1], FP4_LEVELS])
     nearest = signed[np.abs(matrix[0][:, None] - signed).argmin(1)]
     np.testing.assert_array_equal(np.abs(encoder.encoded(matrix, FLOAT32).decoded[0]), np.abs(nearest))
+
+
+@pytest.mark.parametrize(
+    ("code", "preset"),
+    [("fp8", "FP8_DYNAMIC"), ("fp8-block", "FP8_BLOCK"), ("nvfp4", "NVFP4A16"), ("mxfp4", "MXFP4A16")],
+)
+def test_formats_are_the_presets_that_vllm_knows(code, preset):
+    encoder, known = CONTAINERS["compressed-tensors"].encoders[code](), preset_name_to_scheme(preset, ["Linear"])
+    ours = QuantizationScheme(targets=["Linear"], weights=encoder.weights, input_activations=encoder.activations)
+    defaults = dict.fromkeys(("observer", "actorder", "zp_dtype"))  # of no use to who reads them
+    for side in ("weights", "input_activations"):
+        mine, theirs = getattr(ours, side), getattr(known, side)
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert mine.model_copy(update=defaults) == theirs.model_copy(update=defaults)
 
 
 def test_the_command_line_has_all():

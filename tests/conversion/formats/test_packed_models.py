@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import moe_jax
 from moe_jax.commands.cli import main
@@ -16,6 +17,7 @@ from tests.support.quantized_checkpoints import plain_checkpoint
 
 TOKENS = [[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]]
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
+LATENT_WIDTHS = {"q_lora_rank": 32, "kv_lora_rank": 16, "v_head_dim": 16, "moe_intermediate_size": 48}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,28 @@ def test_numbers_that_transformers_decodes_to_another_dtype_are_noted(plain, tmp
     assert main(["export", str(plain("mixtral")), str(tmp_path / "codes"), *options, "--dry-run"]) == 0
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(said) == noted and all("--dtype bfloat16" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "together"),
+    [
+        ("llama", {}, ["q_proj k_proj v_proj", "gate_proj up_proj"]),
+        ("mixtral", {}, ["q_proj k_proj v_proj", "w1 w3"]),
+        ("deepseek_v3", LATENT_WIDTHS, ["q_a_proj kv_a_proj_with_mqa", "gate_proj up_proj"]),
+    ],
+)
+def test_matrices_that_vllm_reads_as_one_share_the_scale_of_nvfp4(tmp_path, name, widths, together):
+    plain = plain_checkpoint(tmp_path / "plain", name, **WIDE, **widths)
+    moe_jax.export(plain, tmp_path / "codes", format="compressed-tensors", bits="nvfp4", parts="model")
+    codes, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "codes", plain))
+    found = 0
+    for first, *others in map(str.split, together):
+        for name in [name for name in whole if name.endswith(f".{first}.weight")]:
+            names = [name, *(name.replace(f".{first}.", f".{other}.") for other in others)]
+            largest = max(float(whole[one].abs().max()) for one in names)
+            assert {float(codes[f"{one}_global_scale"][0]) for one in names} == {float(np.float32(448 * 6 / largest))}
+            found += 1
+    assert found >= 4
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_keys_that_say_nothing(key: str, nothing: object, something: object):
 def test_all_families_are_found_in_order():
     sources = "".join(file.read_text() for file in pathlib.Path(families.__file__).parent.rglob("[!_]*.py"))
     defined = re.findall(r"^[A-Z0-9_]+ = Family\(\n +name=\"(\w+)\"", sources, re.M)
-    made_of_others = re.findall(r"^([A-Z0-9_]+) = _(?:made_of|with_experts)\(", sources, re.M)
+    made_of_others = re.findall(r"^([A-Z0-9_]+) = (?:_made_of|_with_experts|replace)\(", sources, re.M)
     defined += [name.lower() for name in made_of_others]
     assert {"llama", "mixtral", "qwen3_moe", "llava_phi"} <= set(defined) and list(FAMILIES) == sorted(defined)
 
@@ -118,12 +118,23 @@ def test_what_a_left_out_key_means_is_the_family_s_default():
 def test_the_architecture_stands_in_for_a_missing_model_type():
     config = {key: value for key, value in LLAMA.items() if key != "model_type"}
     assert read_hf_config({**config, "architectures": ["MistralForCausalLM"]}).family == "mistral"
+    latent = {key: value for key, value in CONFIGS["kimi_k2"].items() if key != "model_type"}
+    assert read_hf_config({**latent, "architectures": ["DeepseekV3ForCausalLM"]}).family == "deepseek_v3"
 
 
 def test_gates():
     assert read_hf_config(CONFIGS["mixtral"]).layers[0].mlp.gate == "topk_softmax"
     assert read_hf_config(CONFIGS["olmoe"]).layers[0].mlp.gate == "softmax_topk"
     assert read_hf_config({**CONFIGS["olmoe"], "norm_topk_prob": True}).layers[0].mlp.gate == "topk_softmax"
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_another_name():
+    kimi = read_hf_config(CONFIGS["kimi_k2"])
+    assert dataclasses.replace(kimi, family="deepseek_v3") == read_hf_config(
+        {**CONFIGS["kimi_k2"], "model_type": "deepseek_v3"}
+    )
+    written = write_hf_config(kimi)
+    assert (written["model_type"], written["architectures"]) == ("kimi_k2", ["DeepseekV3ForCausalLM"])
 
 
 def test_what_the_keys_of_stablelm_mean():
@@ -150,9 +161,8 @@ ATTENTION_BIASES = {
     **dict.fromkeys(("llama-biases", "qwen3-window", "qwen3_moe-dense-layers", "gemma"), ("q", "k", "v", "o")),
     **dict.fromkeys(("phi", "phi-tied-wide-heads", "qwen-biases-everywhere"), ("q", "k", "v", "o")),
     "deepseek_v3": ("q_down", "kv_down", "o"),
-    "glm4_moe": ("q", "k", "v"),
-    "dots1": ("q", "k", "v", "o"),
-    "gpt_oss": ("q", "k", "v", "o"),
+    **dict.fromkeys(("glm4_moe", "solar_open", "glm4"), ("q", "k", "v")),
+    **dict.fromkeys(("dots1", "gpt_oss", "granite", "olmo2", "smollm3"), ("q", "k", "v", "o")),
 }
 
 
@@ -520,6 +530,20 @@ def test_bad_configs_of_single_families():
         ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index=-2 at least"),
         ("ernie4_5_moe", {"use_bias": True}, "'use_bias' is True, only False"),
         ("ernie4_5_moe", {"moe_norm_min": 1.0}, "'moe_norm_min' is 1.0, only"),
+        (
+            "phi3-plain",
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+            "partial_rotary_factor is 0.5, but",
+        ),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'longrope' alone, not 'yarn'"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers has 3 entries"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must"),
+        ("exaone_moe", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
+        ("exaone_moe", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0 must"),
+        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "'first_k_dense_replace' is 2, only"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0 must"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters has ['rope_theta']"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("minimax_m2", {"rotary_dim": 13}, "rotary_dim=13 must lie"),
         ("minimax_m2", {"partial_rotary_factor": 0.25}, "agree with partial_rotary_factor=0.25"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "'attn_type_list' is [1, 0], only"),

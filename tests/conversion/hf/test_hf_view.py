@@ -86,6 +86,10 @@ EXPORTS = {
     "mistral": (upcycled("mistral", None, SPARSE, None), "Mixtral"),
     "llama3": (upcycled("llama-llama3", None, LOW_RANK, None), "Mixtral"),
     "qwen3": (upcycled("qwen3", None, SPARSE, None), "Qwen3Moe"),
+    "phi3": (upcycled("phi3-plain", None, LOW_RANK, FULL), "Mixtral"),
+    "granite": (upcycled("granite-plain", LOW_RANK, FULL), "GraniteMoe"),
+    "granite-one": (upcycled("granite-plain", FULL, SPARSE, universal="one", universal_dim=20), "GraniteMoeShared"),
+    "olmo2": (upcycled("olmo2", None, LOW_RANK, FULL), "FlexOlmo"),
     # Qwen2-MoE always has a shared expert.
     "qwen2": (upcycled("qwen2", None, LOW_RANK, None), "Qwen2Moe"),
     "qwen2-every-layer": (upcycled("qwen2", SPARSE, FULL, LOW_RANK, gate="softmax_topk"), "Qwen2Moe"),

@@ -12,6 +12,13 @@ CASES = {
     "deepseek_v3-no-groups-not-normalised": dict(
         **LATENT, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0
     ),
+    "deepseek_v3-as-kimi-k2": {
+        **LATENT,
+        "q_lora_rank": 20,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "deepseek_v3-biases-halves-rotated": {
         **LATENT,
         "q_lora_rank": 20,

@@ -7,8 +7,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
-from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.families.windows import FULL, SLIDING, read_layer_types, write_layer_types
+from moe_jax.conversion.families.windows import FULL, SLIDING, read_layer_types, read_ropes, write_layer_types
 from moe_jax.conversion.table import Table, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, RopeConfig
@@ -184,38 +183,11 @@ GEMMA2 = Family(
 def _read_gemma3(config: HFConfig) -> ModelConfig:
     # Transformers reads it, and does not apply it.
     config.must_be("attn_logit_softcapping", None)
-    ropes = _read_ropes(config)
+    ropes = read_ropes(config, {FULL: "rope_theta", SLIDING: "rope_local_base_freq"})
     every = config.integer("sliding_window_pattern")
     layers = _read_layers(config, every, {SLIDING: ropes[SLIDING]}, qk_norm="head")
     soft_cap = config.number("final_logit_softcapping")
     return _read(config, "gemma3_text", layers, rope=ropes[FULL], logit_soft_cap=soft_cap)
-
-
-def _read_ropes(config: HFConfig) -> dict[str, RopeConfig]:
-    """Reads the rotary embedding of either type of layers.
-
-    Transformers 5 writes `rope_parameters` with an object for each type; Transformers 4 writes `rope_theta` and
-    `rope_scaling` for layers without a window, and `rope_local_base_freq` for those with one.
-    """
-    by_type = config.mapping("rope_parameters") or {}
-    if not by_type.keys() <= {FULL, SLIDING} or not all(isinstance(one, dict | None) for one in by_type.values()):
-        raise InputError(
-            f"config.json: rope_parameters has {shown(sorted(by_type))}, expected objects for {FULL!r} and {SLIDING!r}"
-        )
-    thetas = {FULL: ("rope_theta", config.mapping("rope_scaling")), SLIDING: ("rope_local_base_freq", None)}
-    ropes = {}
-    for kind, (key, scaling) in thetas.items():
-        parts: dict[str, Any] = {"rope_scaling": scaling, "rope_parameters": by_type.get(kind)}
-        if config.given(key):
-            parts["rope_theta"] = config.number(key)
-        one = HFConfig(parts, {"rope_theta": config.number(key)})
-        ropes[kind] = read_rope(
-            one,
-            max_positions=config.required_integer("max_position_embeddings"),
-            head_dim=config.required_integer("head_dim"),
-        )
-        config.unknown_inside(f"rope_parameters.{kind}", one.unread_keys().get("rope_scaling", ()))
-    return ropes
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""DeepSeekMoE 16B, DeepSeek-V2 (also V2-Lite) and DeepSeek-V3 (also R1): MoEs above some dense layers."""
+"""DeepSeekMoE 16B, DeepSeek-V2 (also V2-Lite), DeepSeek-V3 (also R1, and Kimi-K2): MoEs above some dense layers."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
@@ -190,13 +191,13 @@ DEEPSEEK_V2 = Family(
 # --- DeepSeek-V3: sigmoid scores with a selection bias, which keeps experts in balance ------------
 
 
-def _read_v3(config: HFConfig) -> ModelConfig:
+def _read_v3(config: HFConfig, family: str = "deepseek_v3") -> ModelConfig:
     config.must_be("scoring_func", "sigmoid")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("moe_layer_freq", 1)
     check_further(config)
     attention = read_latent_attention(config, interleaved=config.flag("rope_interleave"))
-    return usual.read_decoder(config, "deepseek_v3", _read_layers(config, attention, **read_balanced(config)))
+    return usual.read_decoder(config, family, _read_layers(config, attention, **read_balanced(config)))
 
 
 def _write_v3(config: ModelConfig) -> dict[str, Any]:
@@ -234,3 +235,6 @@ DEEPSEEK_V3 = Family(
     table=(*usual.EMBEDDING, *LATENT_ATTENTION, *MOE_MLP, *usual.HEAD),
     further=FURTHER,
 )
+
+# Kimi-K2 is a DeepSeek-V3 of other sizes, whose config.json has a name of its own and names the class of DeepSeek's.
+KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2", read=lambda config: _read_v3(config, "kimi_k2"), own_code=True)

@@ -6,8 +6,15 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.moe.usual_moe import check_further, read_moe_layers, renamed, write_moe_layers
-from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row
+from moe_jax.conversion.families.moe.usual_moe import (
+    SHARED_EXPERTS,
+    check_further,
+    read_moe_layers,
+    renamed,
+    selection_bias,
+    write_moe_layers,
+)
+from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored
 from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig, SelectionConfig
 
@@ -76,12 +83,13 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of biases: there is a row of them for every kind of experts, and the text has one kind."""
     if not config.moe_layers:
         return {}
-    return dict.fromkeys(_BIAS.values(), (1, config.moe(config.moe_layers[0]).num_experts))
+    shape = (1, config.moe(config.moe_layers[0]).num_experts)
+    return {f"model.layers.{{i}}.{name}": shape for name in _BIAS.values()}
 
 
 _BIAS = {
-    PER_EXPERT: "model.layers.{i}.mlp.moe_statics.e_score_correction_bias",
-    FUSED: "model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias",
+    PER_EXPERT: "mlp.moe_statics.e_score_correction_bias",
+    FUSED: "mlp.gate.moe_statics.e_score_correction_bias",
 }
 
 ERNIE4_5_MOE = Family(
@@ -115,9 +123,9 @@ ERNIE4_5_MOE = Family(
         *usual.EMBEDDING,
         *usual.PLAIN_ATTENTION,
         *usual.ROUTER,
-        *(Row(tensor, "layers/{i}/mlp/router/selection_bias", layout=layout) for layout, tensor in _BIAS.items()),
+        *selection_bias(_BIAS),
         *usual.gated_experts(),
-        *usual.gated_ffn("model.layers.{i}.mlp.shared_experts", "layers/{i}/mlp/universal"),
+        *SHARED_EXPERTS,
         *usual.GATED_FFN,
         *usual.HEAD,
         Ignored(r"model\.mtp_.*", _MTP),

@@ -6,13 +6,15 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
+from moe_jax.conversion.families.moe.usual_moe import selection_bias
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.table import FUSED, PER_EXPERT, Row, linear
+from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig, RopeConfig, SelectionConfig
 
 # What the published config says of choices that the family has made, and that other models of the maker's have not.
 _AS_PUBLISHED = {
+    "attention_bias": False,
     "qk_norm_type": "per_layer",
     "scoring_func": "sigmoid",
     "shared_intermediate_size": 0,
@@ -65,8 +67,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 _BIAS = {
-    PER_EXPERT: "model.layers.{i}.block_sparse_moe.e_score_correction_bias",
-    FUSED: "model.layers.{i}.mlp.e_score_correction_bias",
+    PER_EXPERT: "block_sparse_moe.e_score_correction_bias",
+    FUSED: "mlp.e_score_correction_bias",
 }
 
 MINIMAX_M2 = Family(
@@ -97,7 +99,7 @@ MINIMAX_M2 = Family(
         *usual.ATTENTION,
         *linear("model.layers.{i}.block_sparse_moe.gate", "layers/{i}/mlp/router", PER_EXPERT),
         *linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router", FUSED),
-        *(Row(tensor, "layers/{i}/mlp/router/selection_bias", layout=layout) for layout, tensor in _BIAS.items()),
+        *selection_bias(_BIAS),
         *usual.gated_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
         *usual.HEAD,
     ),

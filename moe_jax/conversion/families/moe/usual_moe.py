@@ -14,11 +14,22 @@ from moe_jax.conversion.table import Row, Table
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, SelectionConfig
 
+
+def selection_bias(names: Mapping[str, str]) -> Table:
+    """Returns the rows of the bias to choose by, whose tensor has one of these names in a layer in either layout."""
+    return tuple(
+        Row(f"model.layers.{{i}}.{name}", "layers/{i}/mlp/router/selection_bias", layout=layout)
+        for layout, name in names.items()
+    )
+
+
+SHARED_EXPERTS = usual.gated_ffn("model.layers.{i}.mlp.shared_experts", "layers/{i}/mlp/universal")
+
 MOE_MLP: Table = (
     *usual.ROUTER,
     Row("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers/{i}/mlp/router/selection_bias"),
     *usual.gated_experts(),
-    *usual.gated_ffn("model.layers.{i}.mlp.shared_experts", "layers/{i}/mlp/universal"),
+    *SHARED_EXPERTS,
     *usual.GATED_FFN,
 )
 """Rows of MoEs and of dense FFNs."""

@@ -1,0 +1,8 @@
+CONFIG, MODEL = "FlexOlmoConfig", "FlexOlmoForCausalLM"
+CASES = {
+    "flex_olmo": dict(num_hidden_layers=2, num_experts=6, num_experts_per_tok=3),
+    "flex_olmo-normalised-biases": dict(
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True, num_key_value_heads=4
+    ),
+    "flex_olmo-one-expert-tied": dict(num_experts=4, num_experts_per_tok=1, head_dim=12, tie_word_embeddings=True),
+}
