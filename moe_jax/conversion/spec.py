@@ -120,6 +120,9 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     """A text, or a file of rows as training data has, that the model is run on while it is put in codes: whole numbers
     and K-quants then change what linear maps give least, and not their weights. With `format` compressed-tensors or
     gptq, the loss on it is said, before and after."""
+    save_imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "it is not kept", Path | None)] = None
+    """With `format` gguf and `calibrate`: a file in which what was measured is kept, as llama.cpp's tools and `imatrix`
+    read it; must not exist. Of experts, tokens count by their router weights."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows, or rows, that are drawn of the text."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
@@ -140,7 +143,8 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         given = [flag_of(name) for name, default in others.items() if getattr(self, name) != default]
         if self.format == "peft" and given:
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
-        of_gguf = [flag_of(name) for name in ("gguf_type", "imatrix") if getattr(self, name) is not None]
+        names = ("gguf_type", "imatrix", "save_imatrix")
+        of_gguf = [flag_of(name) for name in names if getattr(self, name) is not None]
         if self.format != "gguf" and of_gguf:
             raise InputError(f"{', '.join(of_gguf)}: only with --format gguf")
         if self.gguf_type is not None:
@@ -166,7 +170,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             parse_bytes(self.max_shard_size, flag="--max-shard-size")
 
     def _check_calibration(self) -> None:
-        of_text = [flag_of(name) for name in ("samples", "seq_len") if getattr(self, name) is not None]
+        of_text = [flag_of(name) for name in ("samples", "seq_len", "save_imatrix") if getattr(self, name) is not None]
         if self.calibrate is None:
             if of_text:
                 raise InputError(f"{', '.join(of_text)}: only with --calibrate")
