@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from moe_jax.conversion.gguf.architectures.gguf_architectures import holds_dense
 from moe_jax.conversion.gguf.architectures.gguf_description import ROPE_FACTORS
+from moe_jax.conversion.gguf.coded_types import coded_types
 from moe_jax.conversion.gguf.gguf_file import WEIGHTED, GGUFFile, header_of, plain_dtype
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.gguf.gguf_metadata import Described, check_read_back, described, row_orders, tensor_shapes
@@ -25,7 +25,7 @@ from moe_jax.conversion.gguf.measured_importance import measure
 from moe_jax.conversion.gguf.tokenizer_keys import tokenizer_keys
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.spec import ExportSpec, check_gguf_name
+from moe_jax.conversion.spec import AS_CODED, ExportSpec, check_gguf_name
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Mapped
 from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.conversion.to_hugging_face import refuse_tuned
@@ -123,9 +123,15 @@ class _Plan(NamedTuple):
             for path, pieces in mapped.pieces.items()
             for piece in pieces
         }
-        facts = _facts(config)
+        facts, coded = _facts(config), None
+        if mix == AS_CODED:
+            coded = coded_types(source, mapped.pieces)
+            mix = coded.mix
         tensors = {
-            name: planned_tensor(name, shape, own.get(name, PLAIN[0]), mix, facts) for name, shape in shapes.items()
+            name: planned_tensor(
+                name, shape, own.get(name, PLAIN[0]), mix, facts, wanted=None if coded is None else coded.type_of(name)
+            )
+            for name, shape in shapes.items()
         }
         specs = {
             path: jax.ShapeDtypeStruct(stored[path].shape, _widest(tensors[piece.tensor] for piece in pieces))
@@ -140,7 +146,8 @@ class _Plan(NamedTuple):
             **description.metadata,
             **tokenizer,
         }
-        return cls(model, description, mapped, tensors, specs, metadata, [*description.notes, *notes])
+        said = [] if coded is None else [coded.said(tensors)]
+        return cls(model, description, mapped, tensors, specs, metadata, [*description.notes, *notes, *said])
 
 
 def _widest(tensors: Iterable[Planned]) -> np.dtype:
@@ -277,5 +284,5 @@ def _print_tensors(tensors: Mapping[str, Planned], console: Console) -> None:
         table.add_row(name, f"x{len(alike)}", "x".join(map(str, shape)), kind, show_bytes(size))
     console.print(table)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    parameters = sum(tensor.count for tensor in tensors.values())
     console.print(f"{len(tensors)} tensors, {parameters:,} parameters, {show_bytes(total)}")
