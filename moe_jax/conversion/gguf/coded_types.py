@@ -37,7 +37,7 @@ class _Codes(NamedTuple):
 
 
 class CodedTypes(NamedTuple):
-    """What takes the place of codes.
+    """The types that take the place of codes.
 
     Attributes:
       codes: of experts, by the name of the tensor that they become.

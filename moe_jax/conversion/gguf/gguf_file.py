@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from moe_jax.conversion.gguf.blocks.k_layouts import K_LAYOUTS
+from moe_jax.conversion.gguf.blocks.k_quants import k_quantized
+from moe_jax.conversion.gguf.blocks.scaled_blocks import SCALED_BLOCKS, scaled_blocks
 from moe_jax.conversion.gguf.gguf_types import BLOCKS_BY_NAME, NUMBERS, Planned
-from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS
-from moe_jax.conversion.gguf.k_quants import k_quantized
-from moe_jax.conversion.gguf.scaled_blocks import SCALED_BLOCKS, scaled_blocks
 from moe_jax.conversion.tensors import DTYPES
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast

@@ -16,7 +16,7 @@ from moe_jax.files.storage_path import as_path
 
 
 class Measured(NamedTuple):
-    """What matrices were given, by their names in GGUF files.
+    """Squares of what matrices were given, by their names in GGUF files.
 
     Attributes:
       sums: of the squares of inputs, Float32[experts, in]; of a single matrix [1, in], and of a stack of heads, which

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from moe_jax.conversion.gguf.blocks.scaled_blocks import SCALED_BLOCKS, scaled_blocks
 from moe_jax.conversion.gguf.gguf_file import quantized
-from moe_jax.conversion.gguf.scaled_blocks import SCALED_BLOCKS, scaled_blocks
 from moe_jax.core.errors import InputError
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.gguf.run_fitting import (
+from moe_jax.conversion.gguf.blocks.run_fitting import (
     LARGEST_HALF,
     Runs,
     as_half,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.gguf.k_layouts import BLOCK, K_LAYOUTS, KLayout, Parts
-from moe_jax.conversion.gguf.run_fitting import (
+from moe_jax.conversion.gguf.blocks.k_layouts import BLOCK, K_LAYOUTS, KLayout, Parts
+from moe_jax.conversion.gguf.blocks.run_fitting import (
     LARGEST_HALF,
     Runs,
     as_half,
