@@ -53,6 +53,7 @@ GROUPS = {
         "group_size",
         "zero_points",
         "calibrate",
+        "save_imatrix",
         "samples",
         "seq_len",
         "dtype",

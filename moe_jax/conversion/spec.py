@@ -27,6 +27,8 @@ GGUFType = Literal[
     "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K",
 ]  # fmt: skip
 GGUF_TYPES: tuple[str, ...] = get_args(GGUFType)
+AS_CODED = "as-coded"
+"""Stands for the types that are nearest to the codes that experts have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +86,16 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     """A checkpoint of the whole model; the same with experts in codes, as compressed-tensors, which Transformers and
     vLLM load, or as GPTQ, which GPTQModel and vLLM load; a GGUF file of the whole model, which llama.cpp loads; or the
     LoRA of an adapter directory, for the PEFT library."""
-    gguf_type: Annotated[GGUFType | None, Shown("TYPE", "F32, F16 or BF16, as the matrices are", str | None)] = None
+    gguf_type: Annotated[
+        GGUFType | Literal["as-coded"] | None, Shown("TYPE", "F32, F16 or BF16, as the matrices are", str | None)
+    ] = None
     """With `format` gguf: F32, F16 or BF16; Q8_0, Q6_K, Q5_1, Q5_0, Q4_1, Q4_0 or Q2_K; or a mix of several, Q5_K_M,
-    Q5_K_S, Q4_K_M, Q4_K_S, Q3_K_L, Q3_K_M or Q3_K_S. Norms, biases and routers are always F32."""
+    Q5_K_S, Q4_K_M, Q4_K_S, Q3_K_L, Q3_K_M or Q3_K_S; or as-coded, of experts in codes: every matrix in the K-quant (of
+    8 bits, in Q8_0) of as many bits as its codes have, and all else as in the mix of most of them. Codes on a shared
+    base get more bits, by how much larger the sums are than what they add. Norms, biases and routers are always F32."""
     imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
     """With `format` gguf: a file of llama.cpp's llama-imatrix for this model, which says how much the inputs of every
-    matrix count when it is rounded to a K-quant."""
+    matrix count when it is rounded to a K-quant, or to Q5_1, Q5_0, Q4_1 or Q4_0."""
     bits: Annotated[
         Code | Literal[2, 3, 4, 8] | None, Shown(CODES, "those that the experts have, or 4", str | None)
     ] = None
@@ -118,8 +124,11 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     changes the model less, and takes 4 or 8 bits for a group; not all kernels of vLLM know it."""
     calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
     """A text, or a file of rows as training data has, that the model is run on while it is put in codes: whole numbers
-    and K-quants then change what linear maps give least, and not their weights. With `format` compressed-tensors or
-    gptq, the loss on it is said, before and after."""
+    and blocks of GGUF files (see `imatrix`) then change what linear maps give least, and not their weights. With
+    `format` compressed-tensors or gptq, the loss on it is said, before and after."""
+    save_imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "it is not kept", Path | None)] = None
+    """With `format` gguf and `calibrate`: a file in which what was measured is kept, as llama.cpp's tools and `imatrix`
+    read it; must not exist. Of experts, tokens count by their router weights."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows, or rows, that are drawn of the text."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
@@ -140,11 +149,12 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
         given = [flag_of(name) for name, default in others.items() if getattr(self, name) != default]
         if self.format == "peft" and given:
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
-        of_gguf = [flag_of(name) for name in ("gguf_type", "imatrix") if getattr(self, name) is not None]
+        names = ("gguf_type", "imatrix", "save_imatrix")
+        of_gguf = [flag_of(name) for name in names if getattr(self, name) is not None]
         if self.format != "gguf" and of_gguf:
             raise InputError(f"{', '.join(of_gguf)}: only with --format gguf")
         if self.gguf_type is not None:
-            check_member("--gguf-type", self.gguf_type, GGUF_TYPES)
+            check_member("--gguf-type", self.gguf_type, (*GGUF_TYPES, AS_CODED))
         not_in_gguf = [name for name in ("dtype", "expert_layout", "max_shard_size") if flag_of(name) in given]
         if self.format == "gguf" and not_in_gguf:
             raise InputError(f"{', '.join(map(flag_of, not_in_gguf))}: does not go with --format gguf; see --gguf-type")
@@ -166,7 +176,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             parse_bytes(self.max_shard_size, flag="--max-shard-size")
 
     def _check_calibration(self) -> None:
-        of_text = [flag_of(name) for name in ("samples", "seq_len") if getattr(self, name) is not None]
+        of_text = [flag_of(name) for name in ("samples", "seq_len", "save_imatrix") if getattr(self, name) is not None]
         if self.calibrate is None:
             if of_text:
                 raise InputError(f"{', '.join(of_text)}: only with --calibrate")

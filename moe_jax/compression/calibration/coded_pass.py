@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from moe_jax.checks.streamed_layers import EMBEDDING, apply_final_norm, text_loss
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
-from moe_jax.compression.calibration.expert_statistics import moments, squares
+from moe_jax.compression.calibration.expert_statistics import moments, squares, tokens_per_expert, total_weights
 from moe_jax.compression.calibration.placed_layer import PlacedLayer, batches_of, open_states
 from moe_jax.compression.calibration.recording import (
     EYE,
@@ -55,6 +55,8 @@ class CodedPass:
 
     Attributes:
       next: the layer that comes next; those before are finished.
+      folder: of this pass alone; what a caller keeps there lives as long as the pass.
+      shape: how many rows the text has, and tokens in each.
     """
 
     def __init__(self, source: ModelSource, rows: CalibrationRows, folder: Path, *, mesh: Mesh, batch_size: int = 8):
@@ -71,14 +73,16 @@ class CodedPass:
           InputError: if the model has an encoder, or there is no room on the disk.
         """
         source.config.check_no_encoder("a calibration")
-        self._source, self._rows, self._folder, self._mesh = source, rows, folder, mesh
+        self._source, self._rows, self.folder, self._mesh = source, rows, folder, mesh
+        self.shape = (len(rows), rows.length)
         config, tokens = source.config, rows.tokens.size
         # Activations of two models before and after a layer, and the inputs of a bank.
         needed = config.d_model * (4 * 2 * 2 * tokens + 2 * rows.count * bool(config.moe_layers))
         check_room(folder, needed + eye_bytes(config, rows), f"a calibration on {rows.count} tokens takes")
         self._size, self._batches = batches_of(len(rows), batch_size, mesh)
         self._programs: dict[Any, Any] = {}
-        self._shape = (2, len(rows), rows.length, config.d_model)
+        self._experts: SourceLayer | None = None  # of the layer that is begun, if it is an MoE
+        self._states_shape = (2, *self.shape, config.d_model)
         self.next = int((folder / NEXT).read_text("utf-8")) if (folder / NEXT).is_file() else 0
         if not (folder / NEXT).is_file():
             states = self._states(0, to_fill=True)
@@ -94,7 +98,7 @@ class CodedPass:
         self._moments: dict[str, Array] = {}
         inputs, experts, weights, start = None, [], [], 0
         if self._layer.moe:
-            inputs = open_states(inputs_file(self._folder, 0), np.uint16, (self._rows.count, self._shape[-1]))
+            inputs = open_states(inputs_file(self.folder, 0), np.uint16, (self._rows.count, self._states_shape[-1]))
         states = self._states(layer)[_CODED]
         with jax.set_mesh(self._mesh):
             for batch in self._batches:
@@ -109,7 +113,6 @@ class CodedPass:
                     start += len(counted)
                     experts.append(np.asarray(call.routing.experts)[counted])
                     weights.append(np.asarray(call.routing.weights)[counted])
-        self._experts: SourceLayer | None = None
         if inputs is not None:
             recorded = LayerRows(inputs.view(jnp.bfloat16), np.concatenate(experts), np.concatenate(weights))
             calibration = NOT_YET_RECORDED._replace(rows=recorded)
@@ -134,6 +137,16 @@ class CodedPass:
         else:
             yield from (np.diagonal(moment) for moment in self.moments(path))
 
+    def counts(self, path: str) -> Iterator[tuple[int, float]]:
+        """Yields of how many tokens `squares` are a sum, and the sum of the weights that these have in it.
+
+        Of an expert, the tokens are those routed to it.
+        """
+        if self._experts is not None and "/experts/" in path:
+            yield from zip(tokens_per_expert(self._experts).tolist(), total_weights(self._experts), strict=True)
+        else:
+            yield self._rows.count, float(self._rows.count)
+
     def finish(self, decoded: Mapping[str, np.ndarray]) -> None:
         """Ends a layer, given the leaves that are in codes now, by their paths: what the codes stand for.
 
@@ -152,9 +165,10 @@ class CodedPass:
                     after[model, batch] = y
         if not decoded:
             after[_CODED] = after[_WHOLE]
-        del self._layer, self._moments, self._experts
+        del self._layer, self._moments
+        self._experts = None
         self.next = index + 1
-        note_progress(self._folder, after, str(self.next))
+        note_progress(self.folder, after, str(self.next))
 
     def losses(self, decoded: Mapping[str, np.ndarray]) -> Losses:
         """Returns the losses on the text after the last layer, given the head if that is in codes."""
@@ -193,8 +207,8 @@ class CodedPass:
 
     def _states(self, layer: int, *, to_fill: bool = False) -> np.memmap:
         """Opens the inputs of a layer: of the whole model, and of the one in codes."""
-        file = self._folder / f"states{layer % 2}.npy"
-        return open_states(file, np.float32, self._shape if to_fill else None)
+        file = self.folder / f"states{layer % 2}.npy"
+        return open_states(file, np.float32, self._states_shape if to_fill else None)
 
 
 @contextlib.contextmanager

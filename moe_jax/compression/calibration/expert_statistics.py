@@ -98,6 +98,14 @@ def squares(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, " i"]]:
     yield from _sums(layer, rows, of_what, (size,))
 
 
+def total_weights(layer: SourceLayer) -> Iterator[float]:
+    """Yields the sum of the weights that tokens have in `moments` and `squares`, for one expert after another."""
+    assert layer.rows is not None
+    for expert in range(layer.num_experts):
+        _, weights = _counted(layer.rows, expert if expert < layer.moe.bank_experts else None)
+        yield float(weights.sum(dtype=np.float64))
+
+
 def _sums(layer: SourceLayer, rows: LayerRows, of_what: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Yields the weighted sums over tokens of `x x^T`, or for a shape [i] of the squares of x."""
     add = _add if len(shape) == 2 else _add_squares

@@ -10,14 +10,17 @@ from typing import Any, Self
 
 import numpy as np
 
+from moe_jax.conversion.gguf.blocks.k_layouts import K_LAYOUTS
+from moe_jax.conversion.gguf.blocks.k_quants import k_quantized
+from moe_jax.conversion.gguf.blocks.scaled_blocks import SCALED_BLOCKS, scaled_blocks
 from moe_jax.conversion.gguf.gguf_types import BLOCKS_BY_NAME, NUMBERS, Planned
-from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS
-from moe_jax.conversion.gguf.k_quants import k_quantized
 from moe_jax.conversion.tensors import DTYPES
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 
 _ALIGNMENT = 32  # of tensors, in bytes, where the metadata do not say another
+WEIGHTED = (*K_LAYOUTS, *SCALED_BLOCKS)
+"""The types whose blocks depend on the importance of inputs."""
 _WITH_MINIMA = ("Q4_1", "Q5_1")
 
 
@@ -137,13 +140,16 @@ def header_of(architecture: str, metadata: Mapping[str, Any], tensors: Mapping[s
 def quantized(rows: np.ndarray, kind: str, importance: np.ndarray | None = None) -> np.ndarray:
     """Returns rows, Float32[r, n], in blocks of a type, UInt8[r * n / numbers of a block, bytes of a block].
 
-    The `importance` of columns, Float32[n], is for K-quants: see `k_quantized`.
+    The `importance` of columns, Float32[n], is for the types that are `WEIGHTED`: see `k_quantized`. Without it,
+    Q4_0 to Q5_1 are rounded as llama.cpp does.
 
     Raises:
       InputError: for numbers that are not finite, or that are too large for scales in halves.
     """
     if kind in K_LAYOUTS:
         return k_quantized(rows, kind, importance)
+    if kind in SCALED_BLOCKS and importance is not None:
+        return scaled_blocks(rows, kind, importance)
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 

@@ -114,9 +114,14 @@ class Planned(NamedTuple):
         return BLOCKS_BY_NAME.get(self.kind)
 
     @property
+    def count(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that it takes in the file."""
-        return self.stored_bytes(math.prod(self.shape))
+        return self.stored_bytes(self.count)
 
     def stored_bytes(self, count: int) -> int:
         """Bytes of this many of its elements; in blocks, whole ones."""
@@ -125,7 +130,9 @@ class Planned(NamedTuple):
         return count * (4 if self.kind == "F32" else 2)
 
 
-def planned_tensor(name: str, shape: tuple[int, ...], own: str, mix: str | None, facts: Facts) -> Planned:
+def planned_tensor(
+    name: str, shape: tuple[int, ...], own: str, mix: str | None, facts: Facts, *, wanted: str | None = None
+) -> Planned:
     """Returns how a tensor is written.
 
     Args:
@@ -134,10 +141,11 @@ def planned_tensor(name: str, shape: tuple[int, ...], own: str, mix: str | None,
       own: the type in which the model has it, such as `BF16`.
       mix: one of `spec.GGUF_TYPES`; None: matrices keep their type.
       facts: of the model.
+      wanted: a type that comes before that of the mix.
     """
     if len(shape) < 2 or name.endswith("_norm.weight") or ".ffn_gate_inp" in name:
         return Planned("F32", shape)  # llama.cpp computes with nothing else there
-    kind = own if mix is None else _type_in(name, mix, shape, facts)
+    kind = wanted or (own if mix is None else _type_in(name, mix, shape, facts))
     blocks = BLOCKS_BY_NAME.get(kind)
     if blocks is None or shape[-1] % blocks.elements == 0:
         return Planned(kind, shape)

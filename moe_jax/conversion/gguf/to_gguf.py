@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,24 +14,25 @@ from rich.console import Console
 
 from moe_jax.conversion.gguf.architectures.gguf_architectures import holds_dense
 from moe_jax.conversion.gguf.architectures.gguf_description import ROPE_FACTORS
-from moe_jax.conversion.gguf.gguf_file import GGUFFile, header_of, plain_dtype
+from moe_jax.conversion.gguf.coded_types import coded_types
+from moe_jax.conversion.gguf.gguf_file import WEIGHTED, GGUFFile, header_of, plain_dtype
 from moe_jax.conversion.gguf.gguf_header import PLAIN
 from moe_jax.conversion.gguf.gguf_metadata import Described, check_read_back, described, row_orders, tensor_shapes
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.gguf.gguf_types import FILE_TYPES, Facts, Planned, planned_tensor, said_of_fallbacks
-from moe_jax.conversion.gguf.imatrix import read_imatrix
-from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS
+from moe_jax.conversion.gguf.imatrix import read_imatrix, write_imatrix
+from moe_jax.conversion.gguf.measured_importance import measure
 from moe_jax.conversion.gguf.tokenizer_keys import tokenizer_keys
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.model_table import mapped as mapped_model
-from moe_jax.conversion.spec import ExportSpec, check_gguf_name
+from moe_jax.conversion.spec import AS_CODED, ExportSpec, check_gguf_name
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Mapped
 from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.conversion.to_hugging_face import refuse_tuned
-from moe_jax.conversion.writing.leaf_writing import Calibrate, CalibratingPass, LeafWriting
+from moe_jax.conversion.writing.leaf_writing import Calibrate, LeafWriting
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
-from moe_jax.core.terminal import ByteProgress, console_for_tables, progress_bars
+from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.byte_files import fingerprint_files
@@ -78,6 +78,7 @@ def export_gguf(
         source.config, replicate_dense=spec.dense_layers == "replicate", all_moe=lambda family: not holds_dense(family)
     )
     plan = _Plan.of(source, described(config), dst.stem, spec.gguf_type)
+    _check_importance(spec, plan, dst, dry_run=dry_run)
     importance: dict[str, np.ndarray] = {}
     if spec.imatrix is not None:
         importance = read_imatrix(spec.imatrix, {name: tensor.shape for name, tensor in plan.tensors.items()})
@@ -122,9 +123,15 @@ class _Plan(NamedTuple):
             for path, pieces in mapped.pieces.items()
             for piece in pieces
         }
-        facts = _facts(config)
+        facts, coded = _facts(config), None
+        if mix == AS_CODED:
+            coded = coded_types(source, mapped.pieces)
+            mix = coded.mix
         tensors = {
-            name: planned_tensor(name, shape, own.get(name, PLAIN[0]), mix, facts) for name, shape in shapes.items()
+            name: planned_tensor(
+                name, shape, own.get(name, PLAIN[0]), mix, facts, wanted=None if coded is None else coded.type_of(name)
+            )
+            for name, shape in shapes.items()
         }
         specs = {
             path: jax.ShapeDtypeStruct(stored[path].shape, _widest(tensors[piece.tensor] for piece in pieces))
@@ -139,7 +146,8 @@ class _Plan(NamedTuple):
             **description.metadata,
             **tokenizer,
         }
-        return cls(model, description, mapped, tensors, specs, metadata, [*description.notes, *notes])
+        said = [] if coded is None else [coded.said(tensors)]
+        return cls(model, description, mapped, tensors, specs, metadata, [*description.notes, *notes, *said])
 
 
 def _widest(tensors: Iterable[Planned]) -> np.dtype:
@@ -189,15 +197,22 @@ def _write(
     header = header_of(plan.description.name, plan.metadata, plan.tensors)
     require_space(dst, total + len(header))
     options = {name: getattr(spec, name) for name in ("gguf_type", "dense_layers", "allow_nonfinite")}
+    options |= {"samples": spec.samples, "seq_len": spec.seq_len, "saves": spec.save_imatrix is not None}
     if spec.imatrix is not None:
         options |= {"imatrix": fingerprint_files([as_path(spec.imatrix)])}
     read = [source, *([] if spec.calibrate is None else [as_path(spec.calibrate)])]
     job = job_of([*source.lineage, new_lineage_entry("export", {"format": "gguf", **options}, read)])
-    if calibrate is not None:
-        with calibrate(plan.model.whole(), dst, job) as calibration:
-            importance = _measured(plan, calibration, console)
-        _say_known(plan, importance, console)
-    with ByteProgress(console, "exporting", total) as progress:
+    with contextlib.ExitStack() as until_written:
+        measured, shape = None, (0, 0)
+        if calibrate is not None:
+            calibration = until_written.enter_context(calibrate(plan.model.whole(), dst, job))
+            # Routers and norms are float32, and never need it.
+            every = [name for name, tensor in plan.tensors.items() if tensor.kind != "F32"]
+            names = _weighted(plan.tensors) if spec.save_imatrix is None else every
+            measured = measure(plan.mapped, names, plan.model.config.num_layers, calibration, console)
+            importance, shape = measured.importance, calibration.shape
+            _say_known(plan, importance, console)
+        progress = until_written.enter_context(ByteProgress(console, "exporting", total))
         with FileWorkplace(dst, job) as work:
             with GGUFFile(work.file, header, plan.tensors, importance) as file:
                 if plan.description.factors is not None:
@@ -216,38 +231,36 @@ def _write(
                 )
                 writing.write_layers(work)
             _check_written(work.file, plan)
+            if measured is not None and spec.save_imatrix is not None:
+                about = {"datasets": [str(spec.calibrate)], "chunk_count": shape[0], "chunk_size": shape[1]}
+                write_imatrix(spec.save_imatrix, measured.sums, measured.counts, **about)
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 
 
-def _measured(plan: _Plan, calibration: CalibratingPass, console: Console) -> dict[str, np.ndarray]:
-    """Runs the model over a text; returns sums of the squares of inputs, Float32[experts, in], of K-quants by name."""
-    by_layer: dict[int | None, dict[str, str]] = {}
-    for path, pieces in plan.mapped.pieces.items():
-        name = pieces[0].tensor
-        if path.endswith("/kernel") and plan.tensors[name].kind in K_LAYOUTS:
-            layer = int(path.split("/")[1]) if path.startswith("layers/") else None
-            by_layer.setdefault(layer, {})[path] = name
-    found: dict[str, np.ndarray] = {}
-    total = plan.model.config.num_layers
-    with progress_bars(console) as progress:
-        for layer in [*range(total), None]:
-            progress("calibrating", total if layer is None else layer, total)
-            if layer is not None:
-                calibration.begin(layer)
-            for path, name in by_layer.get(layer, {}).items():
-                squares = np.stack(list(calibration.squares(path)))
-                if squares.shape[1] == plan.tensors[name].shape[-1]:  # others hold a kernel in another form
-                    found[name] = squares
-            if layer is not None:
-                calibration.finish({})
-    return found
+def _weighted(tensors: Mapping[str, Planned]) -> list[str]:
+    """Returns the tensors whose blocks depend on the importance of inputs."""
+    return [name for name, tensor in tensors.items() if tensor.kind in WEIGHTED]
+
+
+def _check_importance(spec: ExportSpec, plan: _Plan, dst: Path, *, dry_run: bool) -> None:
+    """Raises `InputError` if the importance of inputs is given and changes nothing, or cannot be saved."""
+    given = "--calibrate" if spec.calibrate is not None else "--imatrix" if spec.imatrix is not None else None
+    if given is not None and not _weighted(plan.tensors):
+        kinds = ", ".join(dict.fromkeys(tensor.kind for tensor in plan.tensors.values()))
+        raise InputError(f"{given}: no matrix has a type that it changes ({kinds}); choose another with --gguf-type")
+    if spec.save_imatrix is not None:
+        file = as_path(spec.save_imatrix)
+        if file.absolute() == dst.absolute():
+            raise InputError(f"--save-imatrix {file} is the name of the model; give another one")
+        (refuse_existing if dry_run else check_target)(file, file=True)
 
 
 def _say_known(plan: _Plan, importance: Mapping[str, np.ndarray], console: Console) -> None:
-    coded = [name for name, tensor in plan.tensors.items() if tensor.kind in K_LAYOUTS]
-    known = sum(name in importance for name in coded)
-    console.print(f"importance of inputs: known for {known} of {len(coded)} matrices in K-quants", markup=False)
+    weighted = _weighted(plan.tensors)
+    known = sum(name in importance for name in weighted)
+    kinds = ", ".join(sorted({plan.tensors[name].kind for name in weighted}))
+    console.print(f"importance of inputs: known for {known} of {len(weighted)} matrices in {kinds}", markup=False)
 
 
 def _check_written(file: Path, plan: _Plan) -> None:
@@ -271,5 +284,5 @@ def _print_tensors(tensors: Mapping[str, Planned], console: Console) -> None:
         table.add_row(name, f"x{len(alike)}", "x".join(map(str, shape)), kind, show_bytes(size))
     console.print(table)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    parameters = sum(tensor.count for tensor in tensors.values())
     console.print(f"{len(tensors)} tensors, {parameters:,} parameters, {show_bytes(total)}")

@@ -54,9 +54,13 @@ class CalibratingPass(Protocol):
 
     Attributes:
       next: the layer that comes next; those before are finished.
+      folder: of this pass alone; what a caller keeps there lives as long as the pass.
+      shape: how many rows the text has, and tokens in each.
     """
 
     next: int
+    folder: Path
+    shape: tuple[int, int]
 
     def begin(self, layer: int) -> None:
         """Runs a layer on what the layers before it give in codes."""
@@ -68,6 +72,10 @@ class CalibratingPass(Protocol):
 
     def squares(self, path: str) -> Iterator[np.ndarray]:
         """Yields the diagonals of `moments`."""
+        ...
+
+    def counts(self, path: str) -> Iterator[tuple[int, float]]:
+        """Yields of how many tokens `squares` are a sum, and the sum of the weights that these have in it."""
         ...
 
     def finish(self, decoded: Mapping[str, np.ndarray]) -> None:

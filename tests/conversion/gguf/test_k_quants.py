@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from moe_jax.conversion.gguf import k_quants
+from moe_jax.conversion.gguf.blocks import k_quants
+from moe_jax.conversion.gguf.blocks.k_layouts import K_LAYOUTS, Parts
 from moe_jax.conversion.gguf.gguf_file import quantized
-from moe_jax.conversion.gguf.k_layouts import K_LAYOUTS, Parts
 from moe_jax.core.errors import InputError
 
 KINDS = list(K_LAYOUTS)

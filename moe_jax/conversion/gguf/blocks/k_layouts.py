@@ -41,6 +41,7 @@ class KLayout(NamedTuple):
       most: the largest scale and minimum of a run; without minima the smallest scale is -most - 1.
       has_minima: whether runs have a minimum.
       pack: the bytes of blocks, UInt8[n, bytes of a block].
+      minima_are_signed: minima are never below 0.
     """
 
     run: int
@@ -48,6 +49,7 @@ class KLayout(NamedTuple):
     most: int
     has_minima: bool
     pack: Callable[[Parts], np.ndarray]
+    minima_are_signed: bool = False
 
 
 def _half(values: np.ndarray | None) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Blocks of quantised numbers in GGUF files, made with a small weighted error."""
