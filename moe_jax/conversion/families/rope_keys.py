@@ -64,8 +64,8 @@ def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeCon
         fraction = top_fraction
     elif config.given("partial_rotary_factor") and fraction != top_fraction:
         raise InputError(
-            f"config.json: partial_rotary_factor is {top_fraction}, but its rope parameters say {shown(fraction)}; keep "
-            "one"
+            f"config.json: partial_rotary_factor is {top_fraction}, but its rope parameters say {shown(fraction)}; "
+            "keep one"
         )
     fraction = 1.0 if fraction is None else _checked("partial_rotary_factor", fraction)
 
