@@ -39,6 +39,8 @@ def check_shape(name: str, array: Any, expected: tuple[int | None | EllipsisType
 
 
 GROUP_SCORES = ("best", "best_two")
+# Of the gate `sparse_mixer`, as published.
+MIXER_JITTER = 0.01
 
 
 class Gate(NamedTuple):
@@ -47,6 +49,8 @@ class Gate(NamedTuple):
     Attributes:
       scores: logits [T, E] -> scores, 0 or above; larger logits have larger scores.
       weights: logits and scores of the chosen experts [T, k], best first -> their weights.
+      weights_among_all: logits of all experts, and the indices of the chosen ones, best first -> their weights, in
+        place of `weights`, for a gate whose weights depend on experts that were not chosen.
       scores_sum_to_one: whether the scores of a token sum to 1.
       weights_sum_to_one: whether the weights of a token sum to 1.
     """
@@ -55,6 +59,7 @@ class Gate(NamedTuple):
     weights: Callable[[Float[Array, "T k"], Float[Array, "T k"]], Float[Array, "T k"]]
     scores_sum_to_one: bool = False
     weights_sum_to_one: bool = False
+    weights_among_all: Callable[[Float[Array, "T E"], Int[Array, "T k"]], Float[Array, "T k"]] | None = None
 
 
 class Selection(NamedTuple):
@@ -113,7 +118,10 @@ def choose(
     else:
         _, experts = jax.lax.top_k(_selection_scores(scores, selection), top_k)
     of_chosen = jnp.take_along_axis(scores, experts, axis=-1)
-    weights = gate.weights(jnp.take_along_axis(logits, experts, axis=-1), of_chosen)
+    if gate.weights_among_all is None:
+        weights = gate.weights(jnp.take_along_axis(logits, experts, axis=-1), of_chosen)
+    else:
+        weights = gate.weights_among_all(logits, experts)
     if scale != 1.0:
         weights = weights * jnp.float32(scale)
     if not gate.scores_sum_to_one:
@@ -160,6 +168,22 @@ def _coder_weights(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> 
     return jnp.concatenate([first - jnp.sum(others, axis=1, keepdims=True), others], axis=1)
 
 
+def _share_of_near_ones(logits: Float[Array, "T E"], experts: Int[Array, "T k"]) -> Float[Array, "T k"]:
+    """Returns the probability of each chosen expert among those that are near it and were not chosen before it.
+
+    SparseMixer (arXiv 2310.00811) as Phi-3.5-MoE applies it outside of training: near an expert of the logit l are
+    those with a logit m for which `(l - m) / max(|m|, l)` is at most 2 * 0.01.
+    """
+    left, shares = jnp.ones(logits.shape, bool), []
+    for expert in jnp.moveaxis(experts, -1, 0):
+        own = jnp.take_along_axis(logits, expert[:, None], axis=-1)
+        distance = (own - logits) / jnp.maximum(jnp.abs(logits), own)
+        near = left & ~(jax.lax.stop_gradient(distance) > 2 * MIXER_JITTER)
+        shares.append(jnp.exp(own[:, 0] - jax.nn.logsumexp(jnp.where(near, logits, -jnp.inf), axis=-1)))
+        left = left & (jnp.arange(logits.shape[-1])[None, :] != expert[:, None])
+    return jnp.stack(shares, axis=-1)
+
+
 def _renormalised(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
@@ -179,6 +203,10 @@ GATES: Registry[Gate] = Registry(
         "sigmoid_topk": Gate(jax.nn.sigmoid, _scores_unchanged),
         # The same, renormalised over the kept ones (DeepSeek-V3).
         "topk_sigmoid": Gate(jax.nn.sigmoid, _renormalised, weights_sum_to_one=True),
+        # Each one's share of those that are near it, and not better (Phi-3.5-MoE).
+        "sparse_mixer": Gate(
+            _softmax, _scores_unchanged, scores_sum_to_one=True, weights_among_all=_share_of_near_ones
+        ),
     },
 )
 

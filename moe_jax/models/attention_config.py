@@ -11,6 +11,7 @@ from moe_jax.functional.attention import MASKS
 from moe_jax.functional.position_embeddings import RelativeBiasConfig, RopeConfig
 
 PROJECTIONS = ("q", "k", "v", "o")
+QK_NORMS = ("none", "projection", "head", "head_rotated", "head_layer")
 
 # Projections of latent attention that can have a bias.
 LATENT_BIASES = ("q_down", "kv_down", "o")
@@ -65,9 +66,9 @@ class AttentionConfig:
       num_kv_heads: key/value heads, a divisor of H.
       head_dim: width of a head, not necessarily d/H.
       biases: the `projections` that have one, in their order.
-      qk_norm: on queries and keys: RMSNorm over the whole `projection` (OLMoE) or per `head` (Qwen3); or `head_layer`,
-        LayerNorm without bias per head, each with scales of its own (StableLM-2 12B); or none. An RMSNorm has factors
-        `1 + scale` where the norms of the model have them.
+      qk_norm: on queries and keys: RMSNorm over the whole `projection` (OLMoE) or per `head` (Qwen3), or per head after
+        it was rotated (`head_rotated`, Hunyuan); or `head_layer`, LayerNorm without bias per head, each with scales of
+        its own (StableLM-2 12B); or none. An RMSNorm has factors `1 + scale` where the norms of the model have them.
       clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
       mask: `causal`: a token sees itself and those before it; `bidirectional`: all; `prefix`: causal, and all tokens
         see the prefix of their row.
@@ -79,6 +80,8 @@ class AttentionConfig:
         4.5, GLM-4, Command R); of latent attention `latent` says it.
       sinks: every query head has a learned score of a key that is not there, in the denominator of its softmax: it may
         look at nothing (gpt-oss).
+      output_gate: what the heads return is multiplied, entry by entry, by the sigmoid of a linear map of the input,
+        `gate`, before the last map (AFMoE).
       relative_bias: a bias for the distance of key and query is added to the scores; all layers of the stack share its
         table (T5). None: no bias.
       source_dim: in cross-attention, width of the input of keys and values, where it is not the model's.
@@ -90,8 +93,8 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    biases: tuple[Literal["q", "k", "v", "q_down", "q_up", "kv_down", "kv_up", "o"], ...] = ()
-    qk_norm: Literal["none", "projection", "head", "head_layer"] = "none"
+    biases: tuple[Literal["q", "k", "v", "q_down", "q_up", "kv_down", "kv_up", "o", "gate"], ...] = ()
+    qk_norm: Literal["none", "projection", "head", "head_rotated", "head_layer"] = "none"
     clip_qkv: float | None = None
     mask: Literal["causal", "bidirectional", "prefix"] = "causal"
     sliding_window: int | None = None
@@ -100,6 +103,7 @@ class AttentionConfig:
     rope: RopeConfig | None = None
     rope_interleaved: bool = False
     sinks: bool = False
+    output_gate: bool = False
     relative_bias: RelativeBiasConfig | None = None
     source_dim: int | None = None
     nf4: bool = False
@@ -113,7 +117,7 @@ class AttentionConfig:
             self.lora.check_targets(self.projections)
         check_positive(self, "num_heads", "num_kv_heads", "head_dim", "sliding_window", "source_dim")
         check_number(self, "clip_qkv", "scale", "score_soft_cap", above=0)
-        check_member("qk_norm", self.qk_norm, ("none", "projection", "head", "head_layer"))
+        check_member("qk_norm", self.qk_norm, QK_NORMS)
         check_member("mask", self.mask, MASKS)
         for name in self.biases:
             check_member("bias", name, self.projections)
@@ -142,8 +146,11 @@ class AttentionConfig:
             raise InputError(
                 f"rope_dim={latent.rope_dim} must be below head_dim={self.head_dim}, of which it is a part"
             )
-        if self.rope_interleaved:
-            raise InputError("rope_interleaved is for plain attention: of latent attention latent.interleaved says it")
+        if self.rope_interleaved or self.output_gate:
+            raise InputError(
+                "rope_interleaved and output_gate are for plain attention: latent attention has latent.interleaved, "
+                "and no such gate"
+            )
         others = (self.clip_qkv, self.score_soft_cap, self.source_dim, self.relative_bias)
         if self.qk_norm != "none" or self.sinks or any(other is not None for other in others):
             raise InputError(
@@ -170,7 +177,7 @@ class AttentionConfig:
     def projections(self) -> tuple[str, ...]:
         """Names of the linear maps."""
         if self.latent is None:
-            return PROJECTIONS
+            return (*PROJECTIONS, *["gate"] * self.output_gate)
         return (*(("q",) if self.latent.q_rank is None else ("q_down", "q_up")), "kv_down", "kv_up", "o")
 
     @property
@@ -195,7 +202,8 @@ class AttentionConfig:
         if latent is None:
             source = d_model if self.source_dim is None else self.source_dim
             kv_shape = (source, self.num_kv_heads * self.head_dim)
-            return {"q": (d_model, q_width), "k": kv_shape, "v": kv_shape, "o": o_shape}
+            gate = {"gate": (d_model, q_width)} if self.output_gate else {}
+            return {"q": (d_model, q_width), "k": kv_shape, "v": kv_shape, "o": o_shape, **gate}
         shapes = {"q": (d_model, q_width)}
         if latent.q_rank is not None:
             shapes = {"q_down": (d_model, latent.q_rank), "q_up": (latent.q_rank, q_width)}

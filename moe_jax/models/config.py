@@ -86,6 +86,10 @@ class LayerConfig:
                 raise InputError("cross-attention has no relative_bias: there is no distance between two sequences")
             if cross.nf4 or cross.lora is not None or cross.latent is not None:
                 raise InputError("cross-attention has neither NF4 kernels nor LoRA nor latents")
+            if cross.output_gate or cross.rope_interleaved or cross.qk_norm == "head_rotated":
+                raise InputError(
+                    "cross-attention has neither output_gate nor rope_interleaved nor qk_norm 'head_rotated'"
+                )
             if self.attention.latent is not None:
                 raise InputError("latent attention goes without cross-attention")
 
@@ -120,8 +124,8 @@ class ModelConfig:
       rope: rotary embedding of all layers that have none of their own; fraction 0: nothing is rotated.
       learned_positions: an embedding of every position up to `max_positions` is added to that of the token.
       embed_scale: token embeddings are multiplied by it.
-      norm: `rms`, `rms_plus_one` (RMSNorm whose factors are `1 + scale`: Gemma), `layer` (LayerNorm with bias) or
-        `none`, in all layers.
+      norm: `rms`, `rms_plus_one` (RMSNorm whose factors are `1 + scale`: Gemma), `layer` (LayerNorm with bias),
+        `layer_unbiased` (without: Command R) or `none`, in all layers.
       norm_eps: epsilon inside the norms.
       final_norm: whether there is a norm after the last layer.
       tie_embeddings: the output head is the transposed embedding.
@@ -152,7 +156,7 @@ class ModelConfig:
     rope: RopeConfig = RopeConfig()
     learned_positions: bool = False
     embed_scale: float = 1.0
-    norm: Literal["rms", "rms_plus_one", "layer", "none"] = "rms"
+    norm: Literal["rms", "rms_plus_one", "layer", "layer_unbiased", "none"] = "rms"
     norm_eps: float = 1e-5
     final_norm: bool = True
     tie_embeddings: bool = False
@@ -176,7 +180,7 @@ class ModelConfig:
         )
         check_number(self, "embed_scale", "logit_scale", "logit_soft_cap", above=0)
         check_number(self, "norm_eps", at_least=0)
-        check_member("norm", self.norm, ("rms", "rms_plus_one", "layer", "none"))
+        check_member("norm", self.norm, ("rms", "rms_plus_one", "layer", "layer_unbiased", "none"))
         check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
         check_member("balance_over", self.balance_over, ("layer", "model"))
         if self.num_classes is not None and self.tie_embeddings:

@@ -124,9 +124,10 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: `topk_softmax`, `softmax_topk`, `top1`, `sigmoid_topk`, `topk_sigmoid` (methods.md 1), or what
-        `functional.register_gate` has added. It has no effect beside a universal FFN that brings a gate of its own.
-        With top_k 1, a gate whose weights sum to 1 is meant for existing checkpoints with it: see `router_learns`.
+      gate: `topk_softmax`, `softmax_topk`, `top1`, `sigmoid_topk`, `topk_sigmoid` (methods.md 1), `sparse_mixer`
+        (Phi-3.5-MoE), or what `functional.register_gate` has added. It has no effect beside a universal FFN that brings
+        a gate of its own. With top_k 1, a gate whose weights sum to 1 is meant for existing checkpoints with it: see
+        `router_learns`.
       gate_scale: factor of the gate's weights.
       selection: restricts the choice of experts beyond the logits.
       bank: the form of the experts' kernels.

@@ -23,7 +23,7 @@ FORMAT = "moe_jax.model"
 VERSION = 2
 
 # Fields of attention that older files lack.
-_NEWER = ("rope_interleaved", "sinks")
+_NEWER = ("rope_interleaved", "sinks", "output_gate")
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -56,6 +57,7 @@ class Attention(nnx.Module):
     k: Linear
     v: Linear
     o: Linear
+    gate: Linear
     q_norm: Norm
     k_norm: Norm
     sinks: nnx.Param
@@ -72,7 +74,7 @@ class Attention(nnx.Module):
             for name, count in heads.items():
                 setattr(self, name, Norm("layer_unbiased", (count, width), model.norm_eps, dtype=dtype))
         elif config.qk_norm != "none":
-            per_head, kind = config.qk_norm == "head", "rms_plus_one" if model.norm == "rms_plus_one" else "rms"
+            per_head, kind = config.qk_norm != "projection", "rms_plus_one" if model.norm == "rms_plus_one" else "rms"
             for name, count in {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}.items():
                 setattr(self, name, Norm(kind, width if per_head else count * width, model.norm_eps, dtype=dtype))
 
@@ -98,14 +100,16 @@ class Attention(nnx.Module):
           bias: per head and distance (see `functional.attention`).
           key: for LoRA's dropout in training.
         """
-        keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}
+        keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
         q = self._queries(x, keys["q"])
         k, v = self._keys_and_values(x, keys["k"], keys["v"])
         if rope is not None:
             q, k = (apply_rope(one, *rope, interleaved=self.config.rope_interleaved) for one in (q, k))
+        if self.config.qk_norm == "head_rotated":
+            q, k = self.q_norm(q), self.k_norm(k)
         if cache is None:
             y = _attend(self.config, q, k, v, visible, bias=bias, sinks=self._sinks, aligned=True)
-            return self._out(y, keys), None
+            return self._out(y, keys, x), None
         assert slots is not None, "a cache goes with slots"
         cache = cache._replace(
             k=slots.write(cache.k, k.transpose(0, 2, 1, 3)), v=slots.write(cache.v, v.transpose(0, 2, 1, 3))
@@ -115,7 +119,7 @@ class Attention(nnx.Module):
         else:
             visible = visible._replace(key_positions=slots.key_positions(cache.k.shape[2]))
             y = self._attend_to_cache(q, cache, visible, bias)
-        return self._out(y, keys), cache
+        return self._out(y, keys, x), cache
 
     def attend_across(
         self,
@@ -146,7 +150,7 @@ class Attention(nnx.Module):
         else:
             assert cache is not None, "cross-attention needs an encoder's output, or what was made of it"
             y = self._attend_to_cache(q, cache, visible, None)
-        return self._out(y, keys), cache
+        return self._out(y, keys, x), cache
 
     def _queries(self, x: Float[Array, "B T d"], key: Array | None) -> Float[Array, "B T H D"]:
         return self._heads(self.q(x, key), "q_norm")
@@ -178,8 +182,13 @@ class Attention(nnx.Module):
     def _sinks(self) -> Float[Array, " H"] | None:
         return self.sinks[...] if self.config.sinks else None
 
-    def _out(self, y: Float[Array, "B T H W"], keys: dict[str, Array | None]) -> Float[Array, "B T d"]:
-        return self.o(y.reshape(*y.shape[:2], -1), keys["o"])
+    def _out(
+        self, y: Float[Array, "B T H W"], keys: dict[str, Array | None], x: Float[Array, "B T d"]
+    ) -> Float[Array, "B T d"]:
+        y = y.reshape(*y.shape[:2], -1)
+        if self.config.output_gate:
+            y = y * jax.nn.sigmoid(self.gate(x, keys["gate"]))
+        return self.o(y, keys["o"])
 
 
 class LatentAttention(nnx.Module):

@@ -32,6 +32,19 @@ def weights_of(gate, kept_logits, kept):
     return kept / kept.sum(-1, keepdims=True)
 
 
+def mixed(logits, experts):
+    """The weights of SparseMixer: of each chosen expert among those near it that were not chosen before."""
+    weights = np.zeros(experts.shape)
+    for token, chosen in enumerate(experts):
+        left = list(range(logits.shape[1]))
+        for place, expert in enumerate(chosen):
+            row, own = logits[token], logits[token, expert]
+            near = [row[j] for j in left if (own - row[j]) / max(abs(row[j]), own) <= 0.02]
+            weights[token, place] = np.exp(own) / np.exp(near).sum()
+            left.remove(expert)
+    return weights
+
+
 @one_in(2)
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("gate", GATES)
@@ -40,13 +53,16 @@ def test_choice_and_weights(gate, top_k):
     @given(seed=st.integers(0, 10**6), scale=st.sampled_from([1.0, 2.5]))
     def check(seed, scale):
         logits = np.random.default_rng(seed).standard_normal((7, 5)).astype(np.float32)
+        if gate == "sparse_mixer":
+            logits = np.float32(1) + np.float32(0.02) * logits  # some are near others, and some are not
         got = chosen_by(jnp.asarray(logits), top_k, gate, scale=scale)
         logits = logits.astype(np.float64)
         scores = 1 / (1 + np.exp(-logits)) if "sigmoid" in gate else softmax(logits)
         experts = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
         kept = np.take_along_axis(scores, experts, -1)
         np.testing.assert_array_equal(got.experts, experts)
-        expected = scale * weights_of(gate, np.take_along_axis(logits, experts, -1), kept)
+        weights = weights_of(gate, np.take_along_axis(logits, experts, -1), kept)
+        expected = scale * (mixed(logits, experts) if gate == "sparse_mixer" else weights)
         np.testing.assert_allclose(got.weights, expected, rtol=1e-5)
         total = scores.sum(-1, keepdims=True)
         np.testing.assert_allclose(got.probabilities, scores / total, rtol=1e-5)

@@ -10,6 +10,7 @@ from moe_jax.models import (
     AttentionConfig,
     BankConfig,
     FFNConfig,
+    LatentConfig,
     LayerConfig,
     ModelConfig,
     MoEConfig,
@@ -48,6 +49,34 @@ def test_json_round_trip():
     assert hash(again) == hash(CONFIG)
     assert again.foreign == CONFIG.foreign
     assert len(json.loads(text)["segments"]) == 1  # written as a run, to be read by people
+
+
+def test_what_older_files_lack_is_written_only_where_it_says_something():
+    own = dataclasses.replace(ATTENTION, rope_interleaved=True, output_gate=True, biases=("gate",))
+    layers = (LayerConfig(attention=own, mlp=FFN, residual_scale=0.5), LayerConfig(attention=ATTENTION, mlp=FFN))
+    config = dataclasses.replace(CONFIG, layers=layers, norm="layer_unbiased")
+    written = json.loads(json.dumps(config_to_json(config)))
+    assert config_from_json(written) == config
+    first, second = written["segments"][0]["pattern"][0], written["segments"][1]["pattern"][0]
+    assert (first["residual_scale"], first["attention"]["output_gate"]) == (0.5, True)
+    assert "residual_scale" not in second and not {"output_gate", "rope_interleaved"} & second["attention"].keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: LayerConfig(attention=ATTENTION, mlp=FFN, residual_scale=0.5, parallel=True), "residual_scale=0.5"),
+        (lambda: LayerConfig(attention=ATTENTION, mlp=FFN, residual_scale=0.5, norm_position="both"), "norm_position"),
+        (lambda: LayerConfig(attention=ATTENTION, mlp=FFN, residual_scale=-1.0), "residual_scale"),
+        (lambda: LayerConfig(attention=ATTENTION, mlp=FFN, cross=dataclasses.replace(
+            ATTENTION, mask="bidirectional", sliding_window=None, output_gate=True)), "neither output_gate"),
+        (lambda: AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, output_gate=True,
+            latent=LatentConfig(kv_rank=4, rope_dim=4, value_dim=4)), "for plain attention"),
+    ],
+)  # fmt: skip
+def test_where_newer_fields_have_no_place(change, message):
+    with pytest.raises(InputError, match=message):
+        change()
 
 
 def test_json_of_layers_that_are_not_llamas():

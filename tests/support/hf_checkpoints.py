@@ -266,7 +266,7 @@ CONFIGS = {
         "rope_local_base_freq": 500.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    **{name: BASE | keys for name, keys in NEWER.items()},
+    **{name: {key: value for key, value in (BASE | keys).items() if value is not None} for name, keys in NEWER.items()},
 }
 
 

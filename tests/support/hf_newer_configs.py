@@ -41,7 +41,16 @@ def _renamed(keys: dict[str, Any], **names: str) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in keys.items() if names.get(key, key)}
 
 
-# Keys beside those of `hf_checkpoints.BASE`.
+_COHERE = {
+    "num_hidden_layers": 2,
+    "rms_norm_eps": None,
+    "layer_norm_eps": 1e-5,
+    "sliding_window": 8,
+    "logit_scale": 0.5,
+    "tie_word_embeddings": True,
+}
+
+# Keys beside those of `hf_checkpoints.BASE`; None where a family has no such key.
 NEWER: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         **_EXPERTS,
@@ -184,5 +193,65 @@ NEWER: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
             "truncate": False,
         },
+    },
+    "hunyuan_v1_moe": {
+        "model_type": "hunyuan_v1_moe",
+        "num_hidden_layers": 2,
+        "head_dim": 12,
+        "num_experts": 4,
+        "moe_topk": 2,
+        "attention_bias": True,
+    },
+    "cohere2": {
+        **_COHERE,
+        "model_type": "cohere2",
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cohere2_moe": {
+        **_COHERE,
+        "model_type": "cohere2_moe",
+        "head_dim": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum",
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "prefix_dense_sliding_window_pattern": 1,
+        "prefix_dense_intermediate_size": 40,
+    },
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "short_mscale": 1.25,
+            "long_mscale": 1.25,
+            "original_max_position_embeddings": 32,
+            "factor": 4.0,
+        },
+    },
+    "afmoe": {
+        "model_type": "afmoe",
+        "num_hidden_layers": 2,
+        "head_dim": 12,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "route_scale": 2.5,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mup_enabled": True,
     },
 }

@@ -92,7 +92,7 @@ def read_decoder(
     family: str,
     layers: Sequence[LayerConfig],
     *,
-    norm: Literal["rms", "rms_plus_one", "layer"] = "rms",
+    norm: Literal["rms", "rms_plus_one", "layer", "layer_unbiased"] = "rms",
     eps: str = "rms_norm_eps",
     positions: str = "max_position_embeddings",
     rope: RopeConfig | None = None,

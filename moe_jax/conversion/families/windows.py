@@ -41,13 +41,13 @@ def read_windows(config: HFConfig, *, slides: Callable[[int], bool]) -> list[int
     return [window if kind == SLIDING else None for kind in types]
 
 
-def slides_but_every(config: HFConfig, key: str) -> Callable[[int], bool]:
-    """Reads the key of a number n: all layers have a window but every n-th.
+def slides_but_every(config: HFConfig, key: str, default: int | None = None) -> Callable[[int], bool]:
+    """Reads the key of a number n, which the family may have a default for: all layers have a window but every n-th.
 
     Raises:
       InputError: if it is below 1.
     """
-    every = config.required_integer(key)
+    every = config.required_integer(key) if default is None or config.given(key) else default
     if every < 1:
         raise InputError(f"config.json: {key}={every} must be at least 1")
     return lambda i: (i + 1) % every != 0

@@ -162,7 +162,9 @@ ATTENTION_BIASES = {
     **dict.fromkeys(("phi", "phi-tied-wide-heads", "qwen-biases-everywhere"), ("q", "k", "v", "o")),
     "deepseek_v3": ("q_down", "kv_down", "o"),
     **dict.fromkeys(("glm4_moe", "solar_open", "glm4"), ("q", "k", "v")),
-    **dict.fromkeys(("dots1", "gpt_oss", "granite", "olmo2", "smollm3"), ("q", "k", "v", "o")),
+    **dict.fromkeys(
+        ("dots1", "gpt_oss", "granite", "olmo2", "smollm3", "hunyuan_v1_moe", "phimoe"), ("q", "k", "v", "o")
+    ),
 }
 
 
@@ -541,6 +543,21 @@ def test_bad_configs_of_single_families():
         ("exaone_moe", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
         ("exaone_moe", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0 must"),
         ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "'first_k_dense_replace' is 2, only"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk differs between layers"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": 8}, "moe_intermediate_size=8 must"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [2, 2]}, "num_shared_expert is 1"),
+        ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "rope alpha is -1.0"),
+        ("phimoe", {"router_jitter_noise": 0.1}, "'router_jitter_noise' is 0.1, only"),
+        (
+            "phimoe",
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.0}},
+            "short_mscale=1.0 and long_mscale=None",
+        ),
+        ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "with short_mscale"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "average"}, "is 'average', only 'sum'"),
+        ("cohere2_moe", {"expert_selection_fn": "max"}, "expert_selection_fn is 'max'"),
+        ("cohere2_moe", {"num_shared_experts": -1}, "num_shared_experts=-1 must"),
+        ("afmoe", {"score_func": "softmax"}, "'score_func' is 'softmax', only"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0 must"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters has ['rope_theta']"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),

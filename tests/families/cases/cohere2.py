@@ -1,0 +1,9 @@
+CONFIG, MODEL = "Cohere2Config", "Cohere2ForCausalLM"
+CASES = {
+    "cohere2": dict(
+        num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"], logit_scale=0.5
+    ),
+    "cohere2-every-fourth-biases-untied": dict(
+        num_hidden_layers=5, sliding_window=8, attention_bias=True, tie_word_embeddings=False, logit_scale=2.0
+    ),
+}
