@@ -117,4 +117,4 @@ def _more_bits(source: ModelSource, bank: BankConfig, path: str, matrix: Matrix)
 
 
 def _bits_per_weight(tensors: Sequence[Planned]) -> float:
-    return 8 * sum(tensor.nbytes for tensor in tensors) / sum(tensor.count for tensor in tensors)
+    return 8 * sum(tensor.nbytes for tensor in tensors) / sum(tensor.num_elements for tensor in tensors)

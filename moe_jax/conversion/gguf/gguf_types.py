@@ -114,14 +114,14 @@ class Planned(NamedTuple):
         return BLOCKS_BY_NAME.get(self.kind)
 
     @property
-    def count(self) -> int:
+    def num_elements(self) -> int:
         """Number of its elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in the file."""
-        return self.stored_bytes(self.count)
+        return self.stored_bytes(self.num_elements)
 
     def stored_bytes(self, count: int) -> int:
         """Bytes of this many of its elements; in blocks, whole ones."""

@@ -56,7 +56,7 @@ def export_gguf(
 ) -> None:
     """Writes a model as a GGUF file, in memory that does not grow with its size.
 
-    A dry run only prints the tensors with their types and sizes. With `calibrate`, K-quants are chosen by what linear
+    A dry run only prints the tensors with their types and sizes. With `calibrate`, blocks are chosen by what linear
     maps are given on a text.
 
     Raises:
@@ -284,5 +284,5 @@ def _print_tensors(tensors: Mapping[str, Planned], console: Console) -> None:
         table.add_row(name, f"x{len(alike)}", "x".join(map(str, shape)), kind, show_bytes(size))
     console.print(table)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    parameters = sum(tensor.count for tensor in tensors.values())
+    parameters = sum(tensor.num_elements for tensor in tensors.values())
     console.print(f"{len(tensors)} tensors, {parameters:,} parameters, {show_bytes(total)}")
