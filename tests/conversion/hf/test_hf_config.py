@@ -418,7 +418,7 @@ def test_dtype_in_both_styles(style: str):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "gpt9"}, f"unknown model_type 'gpt9'; the documentation has the {len(FAMILIES)}"),
+        ({"model_type": "rwkv9"}, f"unknown model_type 'rwkv9'; the documentation has the {len(FAMILIES)}"),
         ({"model_type": "lama"}, "unknown model_type 'lama' (did you mean 'llama'?)"),
         ({"model_type": None}, "has no model_type and architectures [], of which none is known; add"),
         ({"model_type": ["llama"]}, "unknown model_type ['llama']; the"),
@@ -696,7 +696,7 @@ def with_moes_first(config: ModelConfig) -> ModelConfig:
         (changed(read_hf_config(CONFIGS["phi"]), biases=("q",)), "layer 2: attention.biases is ('q',)"),
         (dataclasses.replace(read_hf_config(CONFIGS["phi"]), head_bias=False), "head_bias is False"),
         (dataclasses.replace(read_hf_config(LLAMA), family="phi"), "3 layers (first: 0): parallel is False"),
-        (dataclasses.replace(read_hf_config(LLAMA), family="gpt9"), "unknown model family 'gpt9'"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="rwkv9"), "unknown model family 'rwkv9'"),
         (dataclasses.replace(read_hf_config(CONFIGS["olmoe"]), family="mixtral"), "mlp.gate is 'softmax_topk'"),
         (dataclasses.replace(read_hf_config(CONFIGS["deepseek"]), family="deepseek_v2"), "latent attention only"),
         (with_moe("deepseek", universal_dim=50), "whole number of experts wide, but they are 50 wide and an expert 24"),
