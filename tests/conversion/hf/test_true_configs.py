@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moe_jax.api.open_source import read_config
-from moe_jax.conversion import convert
+from moe_jax.conversion import convert, read_hf_config
 from moe_jax.planning.model_costs import make_plan
 
 # Published, or the sum over the tensors of the published checkpoint.
@@ -23,6 +23,38 @@ TOTALS = {
     "meta-llama__Llama-2-7b-hf": 6_738_415_616,
     "meta-llama__Llama-2-13b-hf": 13_015_864_320,
 }
+
+# The keys of published configs that sizes follow from, and the parameters that the class of Transformers 5.24 makes of
+# them, with the biases of selection, which it counts as buffers.
+_HEADS = {"num_key_value_heads": 8, "head_dim": 128}
+SIZES = {
+    "GLM-4.5-Air": (
+        {"model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96, **_HEADS,
+         "attention_bias": True, "vocab_size": 151552},
+        106_852_251_264,
+    ),
+    "MiniMax-M2": (
+        {"model_type": "minimax_m2", "hidden_size": 3072, "num_hidden_layers": 62, "num_attention_heads": 48, **_HEADS,
+         "rotary_dim": 64, "vocab_size": 200064},
+        228_689_764_864,
+    ),
+    "Granite 3.1 3B-A800M": (
+        {"model_type": "granitemoe", "hidden_size": 1536, "num_hidden_layers": 32, "num_attention_heads": 24,
+         "num_key_value_heads": 8, "intermediate_size": 512, "num_local_experts": 40, "num_experts_per_tok": 8,
+         "vocab_size": 49155, "tie_word_embeddings": True},
+        3_298_793_472,
+    ),
+    "Kimi-K2": (
+        {"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
+         "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840},
+        1_026_408_232_448,
+    ),
+    "OLMo 2 7B": (
+        {"model_type": "olmo2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "vocab_size": 100352},
+        7_298_617_344,
+    ),
+}  # fmt: skip
 
 
 def parameters_of(config: pathlib.Path) -> int:
@@ -99,3 +131,9 @@ def test_every_true_config(data_dir: pathlib.Path):
     for file in files:
         found = parameters_of(file)
         assert found == make_plan(read_config(file)).total_params == TOTALS.get(file.stem, found), file
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_true_sizes(name: str):
+    keys, total = SIZES[name]
+    assert make_plan(read_hf_config(keys)).total_params == total
