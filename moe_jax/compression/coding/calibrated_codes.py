@@ -156,7 +156,7 @@ def quantize_in_order(
     rows, width = kernel.shape
     size = rows if group_size is None else group_size
     diagonal = jnp.diagonal(factor)
-    weights = jnp.zeros(rows, jnp.float32).at[order].set((diagonal / jnp.max(diagonal)) ** 2)
+    weights = jnp.zeros(rows, jnp.float32).at[order].set(jnp.square(diagonal / jnp.max(diagonal)))
     padding = ((0, -rows % size), (0, 0))
     groups = jnp.pad(kernel, padding).reshape(-1, size, width)
     counts = jnp.pad(weights[:, None], padding).reshape(-1, size, 1)

@@ -17,7 +17,7 @@ from moe_jax.conversion.spec import AS_CODED
 from moe_jax.conversion.table import Piece
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.experts.forms import KernelForm, Matrix, Quantized, ffn_matrices
+from moe_jax.experts.forms import KernelForm, Matrix, ffn_matrices
 from moe_jax.experts.forms.coding import own_of
 from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_io.model_source import ModelSource
@@ -98,7 +98,7 @@ def _bits_of(bank: BankConfig, matrix: Matrix, experts: int) -> int | None:
     if not isinstance(bank.form, KernelForm):
         return None
     forms = [own_of(bank.form, expert).form.of_matrix(matrix) for expert in range(experts)]
-    bits = [form.bits for form in forms if isinstance(form, Quantized)]
+    bits = [form.bits_of_codes for form in forms if form.bits_of_codes is not None]
     return max(bits) if bits else None
 
 
@@ -107,7 +107,7 @@ def _more_bits(source: ModelSource, bank: BankConfig, path: str, matrix: Matrix)
     most = _MOST
     if bank.base_codes is not None:
         codes = bank.base_codes.form.of_matrix(matrix).codes
-        most = codes.bits if isinstance(codes, Quantized) else 4  # NF4
+        most = codes.bits_of_codes or 4  # NF4
     base = np.asarray(base_kernel(source.read, bank, path, matrix), np.float32)
     (whole,) = expert_kernels(source.read, bank, path, matrix, dtype=np.dtype(np.float32), experts=[0])
     sizes = [float(np.linalg.norm(values)) for values in (whole, whole - base)]

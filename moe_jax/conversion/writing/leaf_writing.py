@@ -135,7 +135,8 @@ class LeafWriting:
         names = {layer: "rest" if layer is None else str(layer) for layer in by_layer}
         written = work.notes(names.values())
         # The head, which belongs to no layer, is calibrated by what the last one gives.
-        for layer in sorted(by_layer, key=lambda layer: math.inf if layer is None else layer):
+        last = math.inf if self.calibration is not None else -1
+        for layer in sorted(by_layer, key=lambda layer: last if layer is None else layer):
             paths = by_layer[layer]
             tensors = {name for path in paths for name in tensors_of(path, self.mapped, self.packing)}
             size = sum(self.tensors[name].nbytes for name in tensors)

@@ -135,6 +135,11 @@ class KernelForm(ExpertForm):
     common_leaves: ClassVar[tuple[str, ...]] = ()
     rounded_leaves: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def bits_of_codes(self) -> int | None:
+        """Bits of a code, if kernels are codes with a scale for each group; None: they are not."""
+        return None
+
     # ---- the four ---------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod

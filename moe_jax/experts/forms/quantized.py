@@ -59,6 +59,10 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
         return True
 
     @property
+    def bits_of_codes(self) -> int | None:
+        return self.bits
+
+    @property
     def whole_numbers(self) -> WholeNumberCodes | None:
         others = self.table or self.row_scales or self.own_bits or self.scale_bits == 8
         if others or self.group_size is None:
