@@ -99,11 +99,12 @@ class CodedPass:
         inputs, experts, weights, start = None, [], [], 0
         if self._layer.moe:
             inputs = open_states(inputs_file(self.folder, 0), np.uint16, (self._rows.count, self._states_shape[-1]))
-        states = self._states(layer)[_CODED]
+        states, self._after = self._states(layer)[_CODED], self._states(layer + 1, to_fill=True)
         with jax.set_mesh(self._mesh):
             for batch in self._batches:
                 valid = self._rows.valid[batch]
-                found, calls = self._layer.moments(np.asarray(states[batch]), self._size, valid)
+                y, found, calls = self._layer.moments(np.asarray(states[batch]), self._size, valid)
+                self._put(_CODED, batch, y)
                 for path, moment in found.items():
                     self._moments[path] = self._moments[path] + moment if path in self._moments else moment
                 for call in calls:
@@ -153,22 +154,31 @@ class CodedPass:
         Raises:
           InputError: if what the layer gives is not finite.
         """
-        index = self.next
-        layers = [self._layer, self._layer.with_leaves({_below(path): leaf for path, leaf in decoded.items()})]
-        before, after = self._states(index), self._states(index + 1, to_fill=True)
-        with jax.set_mesh(self._mesh):
-            for model, layer in enumerate(layers if decoded else layers[:1]):
-                for batch in self._batches:
-                    y, _ = layer.apply(np.asarray(before[model, batch]), self._size, self._rows.valid[batch])
-                    if not np.isfinite(y).all():
-                        raise InputError(f"calibration: what layer {index} gives is not finite; mend the model")
-                    after[model, batch] = y
-        if not decoded:
-            after[_CODED] = after[_WHOLE]
-        del self._layer, self._moments
-        self._experts = None
-        self.next = index + 1
+        before, after = self._states(self.next), self._after
+        # What `begin` found is that of a layer without codes, after the coded layers before it.
+        if all(np.array_equal(before[_WHOLE, batch], before[_CODED, batch]) for batch in self._batches):
+            after[_WHOLE] = after[_CODED]
+        else:
+            self._apply(self._layer, before, _WHOLE)
+        if decoded:
+            coded = self._layer.with_leaves({_below(path): leaf for path, leaf in decoded.items()})
+            self._apply(coded, before, _CODED)
+        self.next += 1
         note_progress(self.folder, after, str(self.next))
+        del self._layer, self._moments, self._after
+        self._experts = None
+
+    def _apply(self, layer: PlacedLayer, before: Float[np.ndarray, "2 N L d"], model: int) -> None:
+        with jax.set_mesh(self._mesh):
+            for batch in self._batches:
+                y, _ = layer.apply(np.asarray(before[model, batch]), self._size, self._rows.valid[batch])
+                self._put(model, batch, y)
+
+    def _put(self, model: int, batch: slice, y: Float[np.ndarray, "B L d"]) -> None:
+        """Stores what the layer gives to one of the two models; raises `InputError` if it is not finite."""
+        if not np.isfinite(y).all():
+            raise InputError(f"calibration: what layer {self.next} gives is not finite; mend the model")
+        self._after[model, batch] = y
 
     def losses(self, decoded: Mapping[str, np.ndarray]) -> Losses:
         """Returns the losses on the text after the last layer, given the head if that is in codes."""
@@ -193,7 +203,8 @@ class CodedPass:
 
         @jax.jit
         def of_batch(leaves: Any, x: Array, valid: Array) -> Array:
-            rows = apply_final_norm(config, leaves, x).reshape(-1, config.d_model) * valid.reshape(-1, 1)
+            every = apply_final_norm(config, leaves, x).reshape(-1, config.d_model)
+            rows = jnp.where(valid.reshape(-1, 1), every, 0.0)
             return jnp.matmul(rows.T, rows, precision="highest")
 
         states = self._states(self.next)[_CODED]

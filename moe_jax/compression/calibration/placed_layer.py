@@ -65,15 +65,16 @@ class PlacedLayer:
 
     def moments(
         self, x: Float[np.ndarray, "B L d"], size: int, valid: Bool[np.ndarray, "B L"]
-    ) -> tuple[dict[str, Float[Array, "i i"]], list[BankCall]]:
-        """Applies the layer as `apply` does, and returns what its linear maps are given.
+    ) -> tuple[Float[np.ndarray, "B L d"], dict[str, Float[Array, "i i"]], list[BankCall]]:
+        """Applies the layer as `apply` does, and also returns what its linear maps are given.
 
         Returns:
-          The sum over tokens of `x x^T` for the inputs x of every linear map outside the bank, by the path of its
-          kernel below the layer; those of one input are one array. And the calls of the bank.
+          The output; the sum over tokens of `x x^T` for the inputs x of every linear map outside the bank, by the path
+          of its kernel below the layer, where those of one input are one array; and the calls of the bank.
         """
-        by_input, calls = self._see(self._leaves, self._padded(x, size), self._valid(x, size, valid))
-        return {f"{path}/kernel": moment for paths, moment in by_input.items() for path in paths.split()}, calls
+        y, by_input, calls = self._see(self._leaves, self._padded(x, size), self._valid(x, size, valid))
+        moments = {f"{path}/kernel": moment for paths, moment in by_input.items() for path in paths.split()}
+        return np.where(valid[:, :, None], np.asarray(y)[: len(x)], 0), moments, calls
 
     def gradient_before(
         self,
@@ -131,22 +132,23 @@ def _pull(config: Any, layer: Any, leaves: Any, x: Any, valid: Any, gradient: An
     return pull(gradient)[0]
 
 
-def _see(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[dict[str, Array], list[BankCall]]:
-    """Returns moments by the paths of all linear maps that have the same input, with spaces between them."""
+def _see(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[Any, dict[str, Array], list[BankCall]]:
+    """As `_apply`, with moments by the paths of all linear maps that have the same input, with spaces between them."""
 
     def watch(block: Any) -> list[Any]:
         inputs = linear_inputs(block)  # first: what watches the bank stands before the modules
         return [inputs, bank_calls(block)]
 
-    inputs, calls = apply_layer(config, layer, leaves, x, None, watch, valid)[1]
+    y, (inputs, calls) = apply_layer(config, layer, leaves, x, None, watch, valid)
     by_input: dict[int, list[LinearInput]] = {}
     for one in inputs:
         by_input.setdefault(id(one.x), []).append(one)
     found = {}
     for alike in by_input.values():
-        rows = alike[0].x.reshape(-1, alike[0].x.shape[-1]).astype(jnp.float32) * valid.reshape(-1, 1)
+        every = alike[0].x.reshape(-1, alike[0].x.shape[-1]).astype(jnp.float32)
+        rows = jnp.where(valid.reshape(-1, 1), every, 0.0)  # padding may hold what is not finite
         found[" ".join(one.path for one in alike)] = jnp.matmul(rows.T, rows, precision="highest")
-    return found, [call._replace(tokens=call.tokens.astype(jnp.bfloat16)) for call in calls]
+    return y, found, [call._replace(tokens=call.tokens.astype(jnp.bfloat16)) for call in calls]
 
 
 def open_states(file: Path, dtype: Any, shape: tuple[int, ...] | None) -> np.memmap:

@@ -45,8 +45,12 @@ def nll(decoder, rows: CalibrationRows) -> float:
     return float(-np.take_along_axis(told, rows.tokens[:, 1:, None], -1).mean())
 
 
-def test_knows_inputs_in_codes_and_both_losses(source, rows, begun):
-    """Every moment is that of the inputs which a layer is given by those before it, as they are in codes."""
+@pytest.mark.parametrize("whole_layers", [(1,), (0,)])
+def test_knows_inputs_in_codes_and_both_losses(source, rows, begun, whole_layers):
+    """Every moment is that of the inputs which a layer is given by those before it, as they are in codes.
+
+    A layer that stays whole is given them, too.
+    """
     config, x = source.config, None
     every: dict[str, np.ndarray] = {}
     for layer in range(config.num_layers):
@@ -68,7 +72,7 @@ def test_knows_inputs_in_codes_and_both_losses(source, rows, begun):
             for squares, moment in zip(begun.squares(path), begun.moments(path), strict=True):
                 np.testing.assert_allclose(squares, np.diagonal(moment), rtol=1e-4)
                 assert squares.shape == (config.moe(layer).expert.dim,)
-        decoded = changed_leaves(source, layer)
+        decoded = {} if layer in whole_layers else changed_leaves(source, layer)
         every |= decoded
         begun.finish(decoded)
         changed = placed | {path.removeprefix(prefix): jnp.asarray(leaf) for path, leaf in decoded.items()}
