@@ -59,7 +59,35 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
     raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points"))
+def _code_rows(
+    rows: Float[Array, "s o"],
+    targets: Float[Array, "s o"],
+    shares: Float[Array, "s s"],
+    grid_of_row: Callable[[Array], Grid],
+    bits: int,
+) -> tuple[Float[Array, "s o"], Float[Array, "s o"]]:
+    """Codes rows one after another; returns their errors, and codes as floats.
+
+    Args:
+      rows: of the kernel.
+      targets: of these, as far as they follow from the errors of rows before them.
+      shares: R_jq / R_qq among them.
+      grid_of_row: returns the grid of a row, given its number.
+      bits: of a code.
+    """
+
+    def code_row(errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
+        grid, target = grid_of_row(row), targets[row] + jnp.matmul(shares[:, row], errors, precision="highest")
+        codes = nearest_codes(target, grid, bits)
+        return errors.at[row].set(rows[row] - grid.numbers(codes, bits)), codes
+
+    return lax.scan(code_row, jnp.zeros_like(rows), jnp.arange(len(rows), dtype=jnp.int32))
+
+
+_STATIC = ("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points", "whole_zeros")
+
+
+@partial(jax.jit, static_argnames=_STATIC)
 def quantize_with_feedback(
     kernel: Float[Array, "i o"],
     factor: Float[Array, "i i"],
@@ -71,6 +99,7 @@ def quantize_with_feedback(
     table: bool = False,
     scale_bits: int = 16,
     zero_points: bool = False,
+    whole_zeros: bool = False,
 ) -> Encoded:
     """Quantises a float32 kernel for the least change of the outputs, given R of its inputs' second moment.
 
@@ -91,7 +120,14 @@ def quantize_with_feedback(
             kernel.reshape(by_group), weights.reshape(*by_group[:2], 1), bits=bits, whole=group_size is None
         )
     choose = partial(
-        best_grid, bits=bits, fit=fit, even=even, scale_bits=scale_bits, zero_points=zero_points, table=levels
+        best_grid,
+        bits=bits,
+        fit=fit,
+        even=even,
+        scale_bits=scale_bits,
+        zero_points=zero_points,
+        whole_zeros=whole_zeros,
+        table=levels,
     )
     common = choose(kernel[None], weights[None], whole=True) if group_size is None else None
 
@@ -104,14 +140,7 @@ def quantize_with_feedback(
         of_row = jax.tree.map(lambda scales: scales[0, 0], grid._replace(table=None))._replace(table=levels)
         within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
 
-        def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
-            target = targets[row] + jnp.matmul(within[:, row], row_errors, precision="highest")
-            codes = nearest_codes(target, of_row, bits)
-            error = own[row] - of_row.numbers(codes, bits)
-            return row_errors.at[row].set(error), codes
-
-        counted = jnp.arange(size, dtype=jnp.int32)
-        row_errors, codes = lax.scan(code_row, jnp.zeros_like(own), counted)
+        row_errors, codes = _code_rows(own, targets, within, lambda row: of_row, bits)
         return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), (codes, of_row._replace(table=None))
 
     starts = jnp.arange(0, rows + padding, size, dtype=jnp.int32)
@@ -128,9 +157,7 @@ def order_of_inputs(moment: Float[np.ndarray, "i i"]) -> Int[np.ndarray, " i"]:
 _ROWS_AT_ONCE = 128
 
 
-@partial(
-    jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points", "whole_zeros")
-)
+@partial(jax.jit, static_argnames=_STATIC)
 def quantize_in_order(
     kernel: Float[Array, "i o"],
     factor: Float[Array, "i i"],
@@ -189,13 +216,10 @@ def quantize_in_order(
         targets = own + jnp.matmul(shares_of_part.T, errors, precision="highest")
         within = lax.dynamic_slice_in_dim(shares_of_part, start, _ROWS_AT_ONCE)
 
-        def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
-            grid_of_row = jax.tree.map(lambda scales: scales[start + row], of_rows)._replace(table=levels)
-            target = targets[row] + jnp.matmul(within[:, row], row_errors, precision="highest")
-            codes = nearest_codes(target, grid_of_row, bits)
-            return row_errors.at[row].set(own[row] - grid_of_row.numbers(codes, bits)), codes
+        def grid_of_row(row: Array) -> Grid:
+            return jax.tree.map(lambda scales: scales[start + row], of_rows)._replace(table=levels)
 
-        row_errors, codes = lax.scan(code_row, jnp.zeros_like(own), jnp.arange(_ROWS_AT_ONCE, dtype=jnp.int32))
+        row_errors, codes = _code_rows(own, targets, within, grid_of_row, bits)
         return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), codes
 
     starts = jnp.arange(0, rows + more, _ROWS_AT_ONCE, dtype=jnp.int32)

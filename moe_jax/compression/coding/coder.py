@@ -42,8 +42,7 @@ class _Quantizing(Coder):
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
         options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
-        if self.whole_zeros:
-            options["whole_zeros"] = True
+        options["whole_zeros"] = self.whole_zeros
         if not options.pop("row_scales", False):
             return jax.tree.map(np.asarray, self._quantized(values, None, options))
         rows = self._row_scales(values, options)
