@@ -12,17 +12,16 @@ import numpy as np
 
 from moe_jax.conversion.gguf.blocks.k_layouts import BLOCK, K_LAYOUTS, KLayout, Parts
 from moe_jax.conversion.gguf.blocks.run_fitting import (
-    LARGEST_HALF,
     Runs,
     as_half,
     dot,
     inverse_of,
+    packed_in_parts,
     plain,
     runs_of,
     searched,
-    weights_of,
+    units_of,
 )
-from moe_jax.core.errors import InputError
 
 _AT_ONCE = 512  # blocks: a few of their arrays are in a core's cache together
 
@@ -40,14 +39,11 @@ def k_quantized(rows: np.ndarray, kind: str, importance: np.ndarray | None = Non
       InputError: if numbers are not finite, or so large that the number of a block, a half, cannot hold them.
     """
     layout = K_LAYOUTS[kind]
-    blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, BLOCK)
-    weights = None if importance is None else weights_of(importance, BLOCK)
-    packed = []
-    for start in range(0, max(1, len(blocks)), _AT_ONCE):
-        some = blocks[start : start + _AT_ONCE]
-        own = None if weights is None else weights[np.arange(start, start + len(some)) % len(weights)]
-        packed.append(layout.pack(_coded(some, own, layout, kind)))
-    return np.concatenate(packed)
+
+    def pack(blocks: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        return layout.pack(_coded(blocks, weights, layout, kind))
+
+    return packed_in_parts(rows, BLOCK, importance, _AT_ONCE, pack)
 
 
 class _Choice(NamedTuple):
@@ -62,16 +58,7 @@ class _Choice(NamedTuple):
 
 
 def _coded(blocks: np.ndarray, weights: np.ndarray | None, layout: KLayout, kind: str) -> Parts:
-    largest = np.abs(blocks).max(axis=1, initial=0.0)
-    if not np.isfinite(largest).all():
-        raise InputError(f"numbers that are not finite cannot be stored as {kind}")
-    steps = layout.most if layout.has_minima else layout.most * layout.levels // 2
-    if largest.max(initial=0.0) > LARGEST_HALF * steps:
-        raise InputError(
-            f"numbers as large as {largest.max():.3g} cannot be stored as {kind}, whose scales are halves; choose F32 "
-            "or BF16"
-        )
-    units = np.where(largest > 0, largest, np.float32(1))
+    units = units_of(blocks, layout.most if layout.has_minima else layout.most * layout.levels // 2, kind)
     with np.errstate(over="ignore", invalid="ignore"):  # of a choice that is far too large, and is not taken
         found = _best(runs_of(blocks / units[:, None], weights, layout), layout, units)
     per_block = found.codes.transpose(2, 1, 0).reshape(len(blocks), BLOCK)

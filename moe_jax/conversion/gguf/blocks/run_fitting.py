@@ -3,7 +3,7 @@
 For every run, scales from a grid are tried: each gives codes, and these the scale (and minimum) that fits them best.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -58,6 +58,49 @@ def weights_of(importance: np.ndarray, block: int) -> np.ndarray:
         raise InputError("the importance of columns must be finite and at least 0")
     most = values.max(initial=0.0)
     return np.ones_like(values) if most == 0 else np.maximum(values / most, 1e-6)
+
+
+def packed_in_parts(
+    rows: np.ndarray,
+    block: int,
+    importance: np.ndarray | None,
+    at_once: int,
+    pack: Callable[[np.ndarray, np.ndarray | None], np.ndarray],
+) -> np.ndarray:
+    """Returns the blocks of rows, Float32[r, n], a part after the other.
+
+    Args:
+      rows: n is a multiple of a block.
+      block: numbers of a block.
+      importance: of the columns, Float32[n]; None: all count the same.
+      at_once: blocks of a part.
+      pack: returns blocks UInt8[b, bytes], given their numbers and the weights of these, Float32[b, block].
+    """
+    blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, block)
+    weights = None if importance is None else weights_of(importance, block)
+    packed = []
+    for start in range(0, max(1, len(blocks)), at_once):
+        some = blocks[start : start + at_once]
+        own = None if weights is None else weights[np.arange(start, start + len(some)) % len(weights)]
+        packed.append(pack(some, own))
+    return np.concatenate(packed)
+
+
+def units_of(blocks: np.ndarray, most: float, kind: str) -> np.ndarray:
+    """Returns the largest number of each block, or 1 for one of zeros.
+
+    Raises:
+      InputError: if numbers are not finite, or larger than `most` halves.
+    """
+    largest = np.abs(blocks).max(axis=1, initial=0.0)
+    if not np.isfinite(largest).all():
+        raise InputError(f"numbers that are not finite cannot be stored as {kind}")
+    if largest.max(initial=0.0) > LARGEST_HALF * most:
+        raise InputError(
+            f"numbers as large as {largest.max():.3g} cannot be stored as {kind}, whose scales are halves; choose F32 "
+            "or BF16"
+        )
+    return np.where(largest > 0, largest, np.float32(1))
 
 
 class Runs(NamedTuple):

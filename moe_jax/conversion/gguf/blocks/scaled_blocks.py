@@ -6,22 +6,22 @@ ones in four bytes before them. Source: `block_q4_0` to `block_q5_1` in
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from moe_jax.conversion.gguf.blocks.run_fitting import (
-    LARGEST_HALF,
     Runs,
     as_half,
     dot,
     inverse_of,
+    packed_in_parts,
     plain,
     runs_of,
     searched,
-    weights_of,
+    units_of,
 )
-from moe_jax.core.errors import InputError
 
 _AT_ONCE = 4096  # blocks
 
@@ -58,13 +58,7 @@ def scaled_blocks(rows: np.ndarray, kind: str, importance: np.ndarray) -> np.nda
         them.
     """
     steps = _STEPS[kind]
-    blocks, weights = np.ascontiguousarray(rows, np.float32).reshape(-1, steps.run), weights_of(importance, steps.run)
-    packed = []
-    for start in range(0, max(1, len(blocks)), _AT_ONCE):
-        some = blocks[start : start + _AT_ONCE]
-        own = weights[np.arange(start, start + len(some)) % len(weights)]
-        packed.append(_packed(some, own, steps, kind))
-    return np.concatenate(packed)
+    return packed_in_parts(rows, steps.run, importance, _AT_ONCE, partial(_packed, steps=steps, kind=kind))
 
 
 class _Choice(NamedTuple):
@@ -76,16 +70,8 @@ class _Choice(NamedTuple):
     error: np.ndarray  # [1, n], weighted
 
 
-def _packed(blocks: np.ndarray, weights: np.ndarray, steps: _Steps, kind: str) -> np.ndarray:
-    largest = np.abs(blocks).max(axis=1, initial=0.0)
-    if not np.isfinite(largest).all():
-        raise InputError(f"numbers that are not finite cannot be stored as {kind}")
-    if largest.max(initial=0.0) > LARGEST_HALF * (1 if steps.has_minima else steps.levels // 2):
-        raise InputError(
-            f"numbers as large as {largest.max():.3g} cannot be stored as {kind}, whose scales are halves; choose F32 "
-            "or BF16"
-        )
-    units = np.where(largest > 0, largest, np.float32(1))
+def _packed(blocks: np.ndarray, weights: np.ndarray | None, *, steps: _Steps, kind: str) -> np.ndarray:
+    units = units_of(blocks, 1 if steps.has_minima else steps.levels // 2, kind)
     with np.errstate(over="ignore", invalid="ignore"):  # of a choice that is far too large, and is not taken
         found = _best(runs_of(blocks / units[:, None], weights, steps), steps, units)
     numbers = [found.scale * units, -found.minimum * units] if steps.has_minima else [found.scale * units]
