@@ -368,7 +368,7 @@ class CodingErrors:
         """Returns a line with the relative error of every part that got new codes; None: none did."""
         errors = {part: math.sqrt(error / whole) if whole else 0.0 for part, (error, whole) in self._sums.items()}
         shares = ", ".join(f"{part} {error:.2%}" for part, error in errors.items())
-        return f"rounding changed, of the norm of the weights: {shares}" if shares else None
+        return f"codes changed, of the norm of the weights: {shares}" if shares else None
 
 
 Pack = Callable[[ModelSource, ModelConfig], Packing]

@@ -60,11 +60,11 @@ def experts_of(model: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("group_size", [32, None])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_our_reader_decodes_what_the_encoder_meant(bits, group_size, tmp_path):
+@pytest.mark.parametrize(("bits", "symmetric"), [(2, True), (3, True), (4, True), (8, True), (3, False), (4, False)])
+def test_our_reader_decodes_what_the_encoder_meant(bits, symmetric, group_size, tmp_path):
     matrix = (0.1 * np.random.default_rng(0).standard_normal((64, 96))).astype(np.float32)
     matrix[1], matrix[2] = 0, 1e-6 * matrix[2]  # of which float16 has no scales, or bad ones
-    encoder = GPTQNumbers(bits=bits, group_size=group_size, quantise=_codes)
+    encoder = GPTQNumbers(bits=bits, group_size=group_size, quantise=_codes, symmetric=symmetric)
     made, planned = encoder.encoded(matrix, FLOAT16), encoder.planned(matrix.shape, FLOAT16)
     named = {encoder.name_of("m.weight", ending): values for ending, values in made.tensors.items()}
     save_file({name: np.ascontiguousarray(values) for name, values in named.items()}, tmp_path / "one.safetensors")
@@ -114,7 +114,7 @@ def test_every_module_has_the_packing_that_the_config_says(plain, tmp_path, name
     out = tmp_path / "codes"
     assert main(["export", str(plain(name)), str(out), "--format", "gptq", *flags]) == 0
     said = capfd.readouterr().err
-    assert "rounded" in said and "rounding changed, of the norm of the weights: " in said
+    assert "rounded" in said and "codes changed, of the norm of the weights: " in said
     settings = settings_of(out)
     assert settings["checkpoint_format"] == "gptq" and settings["sym"] and not settings["desc_act"]
     theirs = AutoQuantizationConfig.from_dict(settings)

@@ -90,7 +90,7 @@ def test_every_part_has_its_own_numbers(plain, tmp_path, name, options, codes, c
     out = str(tmp_path / "codes")
     assert main(["export", str(plain(name)), out, "--format", "compressed-tensors", *flags]) == 0
     said = capfd.readouterr().err
-    assert "rounding changed, of the norm of the weights: " in said
+    assert "codes changed, of the norm of the weights: " in said
     tensors = open_checkpoint(tmp_path / "codes").tensors
     for module, dtype in codes.items():
         endings = (f"{module}.weight", f"{module}.weight_packed")
