@@ -21,6 +21,7 @@ from moe_jax.conversion.tensors import DTYPE_BITS, MAX_RANK, STORED_DTYPES, Tens
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
+from moe_jax.files.large_writes import write_at
 from moe_jax.files.regular_files import count_traffic
 from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import Workplace
@@ -206,19 +207,13 @@ class DiskShards(ShardWriter):
             shard = self._layout(file)
             descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             self._descriptors.append(descriptor)
-            self._write_at(descriptor, 0, shard.header)
+            write_at(descriptor, shard.header, 0)
             self._starts |= {name: (descriptor, start) for name, start in shard.starts.items()}
         return self
 
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:
         descriptor, start = self._starts[name]
-        self._write_at(descriptor, start + begin, content)
-
-    def _write_at(self, descriptor: int, position: int, content: Any) -> None:
-        view = memoryview(content)
-        while view:
-            count = os.pwrite(descriptor, view, position)
-            view, position = view[count:], position + count
+        write_at(descriptor, content, start + begin)
 
     def sync(self) -> bool:
         for descriptor in self._descriptors:

@@ -26,6 +26,7 @@ from typing import IO, Any, NoReturn, Self, TextIO, TypeVar
 
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files import objects as buckets
+from moe_jax.files.large_writes import write_at
 from moe_jax.files.objects import AT_ONCE, Found, GrowingObjects
 
 T = TypeVar("T")
@@ -62,9 +63,8 @@ class StoragePath(PosixPath):
 
     def write_durably(self, content: bytes | memoryview) -> None:
         """Writes a file; its content is stored on return."""
-        with open(self, "wb") as handle:
-            handle.write(content)
-            handle.flush()
+        with open(self, "wb", buffering=0) as handle:
+            write_at(handle.fileno(), content, 0)
             os.fsync(handle.fileno())
 
     def replace_content(self, content: bytes) -> None:

@@ -17,6 +17,7 @@ from moe_jax.conversion.gguf.gguf_types import BLOCKS_BY_NAME, NUMBERS, Planned
 from moe_jax.conversion.tensors import DTYPES
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
+from moe_jax.files.large_writes import write_at
 
 _ALIGNMENT = 32  # of tensors, in bytes, where the metadata do not say another
 WEIGHTED = (*K_LAYOUTS, *SCALED_BLOCKS)
@@ -46,7 +47,7 @@ class GGUFFile(contextlib.AbstractContextManager):
     def __enter__(self) -> Self:
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         os.ftruncate(self._descriptor, self.size)
-        self._write_at(0, self._header)
+        write_at(self._descriptor, self._header, 0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -76,7 +77,7 @@ class GGUFFile(contextlib.AbstractContextManager):
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
         assert content.size == tensor.stored_bytes(values.size), (name, content.size)
-        self._write_at(self._starts[name] + tensor.stored_bytes(offset), content)
+        write_at(self._descriptor, content, self._starts[name] + tensor.stored_bytes(offset))
         return content.size
 
     def _importance_of(self, name: str, offset: int) -> np.ndarray | None:
@@ -92,12 +93,6 @@ class GGUFFile(contextlib.AbstractContextManager):
     def are_kept(self, names: Iterable[str]) -> bool:
         """Returns False: the notes of the work say what is written."""
         return False
-
-    def _write_at(self, position: int, content: Any) -> None:
-        view = memoryview(content)
-        while view:
-            count = os.pwrite(self._descriptor, view, position)
-            view, position = view[count:], position + count
 
 
 def _aligned(position: int) -> int:
