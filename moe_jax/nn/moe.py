@@ -207,12 +207,13 @@ def stats_per_layer(
 
 
 class Router(NamedTuple):
-    """A router, perhaps stacked over several layers, and these layers."""
+    """A router, perhaps stacked over several layers, these layers, and how many experts it chooses for a token."""
 
     layers: list[int]
     of_perft: bool
     coefficients: tuple[float, float, float]
     balanced_choices: int
+    top_k: int
 
 
 _Coefficients = tuple[float, float, float]
@@ -257,7 +258,11 @@ def _routers_of(segments: Sequence[Segment]) -> list[Router]:
 
 def routers_of_layer(moe: MoEConfig, layers: list[int]) -> list[Router]:
     """Returns the routers of an MoE that several layers have, in the order in which they report."""
-    return [Router(layers, index > 0, found, moe.balanced_choices) for index, found in enumerate(_coefficients(moe))]
+    chosen = (moe.top_k, moe.perft_top_k)
+    return [
+        Router(layers, index > 0, found, moe.balanced_choices, chosen[index])
+        for index, found in enumerate(_coefficients(moe))
+    ]
 
 
 class Perft(nnx.Module):
