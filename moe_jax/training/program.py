@@ -130,7 +130,7 @@ def make_program(
         check_teacher(config, teacher)
     mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
-    config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
+    config = dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.param_dtype)
     model = _model(recipe, config, remat=recipe.model.remat)
     trainable = changed_paths(recipe, model)
     if features:

@@ -267,9 +267,9 @@ def lineage_of(
 
 
 def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Returns the config of the trained model, with the dtype of its output."""
+    """Returns the config of the trained model, with the recipe's coefficients and the dtype of its output."""
     begun_with = config.dtype if recipe.model.init == "checkpoint" else recipe.model.param_dtype
-    return dataclasses.replace(config, dtype=recipe.model.output_dtype or begun_with)
+    return dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.output_dtype or begun_with)
 
 
 def output_dtype(

@@ -62,8 +62,8 @@ def test_what_is_missing_to_the_mean(counts, expected, microbatches):
     if microbatches > 1:  # as sums over microbatches are divided again, with their rounding
         share = np.sum(np.stack([share * (tokens / 3)] * 3), axis=0) * (np.float32(1) / tokens)
     empty = jnp.zeros(1)
-    stats = RouterStats(empty, jnp.asarray(share)[None], *[empty] * 4, jnp.asarray(tokens)[None], empty)
-    found = missing_load(Router([0], False, (0.0, 0.0, 0.0), 1, 1), stats)
+    stats = RouterStats(empty, jnp.asarray(share)[None], *[empty] * 4, jnp.asarray(tokens)[None], empty, empty)
+    found = missing_load(Router([0], False, (0.0,) * 4, 1, 1), stats)
     assert found.tolist() == [expected]
 
 
@@ -74,7 +74,7 @@ def test_each_layer_has_the_bias_that_its_own_router_moves():
     paths = moved_biases(decoder, RATE)
     _, biases = without_biases(split_model(decoder, paths)[1])
     loads = ([[0.5, 0.5, 0.0, 0.0], [0.0, 0.25, 0.25, 0.5]], [[0.0, 0.0, 1.0]])
-    router = [RouterStats(*[jnp.asarray(load)] * 6, jnp.full(len(load), 8.0), jnp.zeros(1)) for load in loads]
+    router = [RouterStats(*[jnp.asarray(load)] * 6, jnp.full(len(load), 8.0), *[jnp.zeros(1)] * 2) for load in loads]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), biases)
     moved = jax.tree.leaves(biases_after_step(zeros, decoder, tuple(router), 0.5))
     assert [bias.tolist() for bias in moved] == [[[-0.5, -0.5, 0.5, 0.5], [0.5, 0.0, 0.0, -0.5]], [[0.5, 0.5, -0.5]]]
