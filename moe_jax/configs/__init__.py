@@ -36,6 +36,7 @@ Training:
     OptimizerSection, GroupSection, ScheduleSection, TrainSection
                                      optimizer, parameters with their own options, learning rate, steps
     EmaSection, DistillSection       an average of parameters, a teacher
+    MoESection                       balance among experts
     MeshSection                      devices
     CheckpointSection, LogSection, EvalSection
                                      what is written, and what is measured
@@ -73,6 +74,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import VisionConfig as VisionConfig
     from moe_jax.models import config_from_json as config_from_json
     from moe_jax.models import config_to_json as config_to_json
+    from moe_jax.training.balance.moe_section import MoESection as MoESection
     from moe_jax.training.recipe import CheckpointSection as CheckpointSection
     from moe_jax.training.recipe import DistillSection as DistillSection
     from moe_jax.training.recipe import EmaSection as EmaSection

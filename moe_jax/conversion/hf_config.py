@@ -16,8 +16,7 @@ from moe_jax.models import ImageProcessing, ModelConfig
 # Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
 _NOT_COMPARED = {
     *("family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "balance_choices"),
-    "capacity_factor",
-    "capacity_rows",
+    *("sequence_balance_coef", "capacity_factor", "capacity_rows"),
 }
 
 

@@ -132,6 +132,8 @@ class MoEConfig:
       selection: restricts the choice of experts beyond the logits.
       bank: the form of the experts' kernels.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
+      sequence_balance_coef: coefficient of the same loss within every sequence, or packed document, by itself, as
+        DeepSeek's models are trained; of several, by their tokens.
       balance_choices: the choices of a token that the load in the balance loss counts: `all` k, or its `first` alone
         (GShard, and so DeepSpeed, by which MoE-LLaVA is trained).
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
@@ -165,6 +167,7 @@ class MoEConfig:
     balance_coef: float = 0.01
     z_coef: float = 0.0
     cv_coef: float = 0.0
+    sequence_balance_coef: float = 0.0
     balance_choices: Literal["all", "first"] = "all"
     capacity_factor: float | None = None
     capacity_rows: int | None = None
@@ -183,7 +186,7 @@ class MoEConfig:
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
         check_positive(self, "top_k", "universal_dim", "merged_experts", "capacity_rows")
         check_number(self, "gate_scale", "capacity_factor", above=0)
-        check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
+        check_number(self, "balance_coef", "z_coef", "cv_coef", "sequence_balance_coef", at_least=0)
         check_member("balance_choices", self.balance_choices, BALANCE_CHOICES)
         GATES.check("gate", self.gate)
         if self.top_k > self.num_experts:

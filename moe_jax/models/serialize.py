@@ -153,7 +153,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
                 del attention[name]  # likewise
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
-    for name in ("router", "router_bias", "balance_choices", "capacity_rows"):
+    for name in ("router", "router_bias", "balance_choices", "capacity_rows", "sequence_balance_coef"):
         if mlp[name] == getattr(MoEConfig, name):
             del mlp[name]
     return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}

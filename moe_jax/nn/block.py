@@ -73,8 +73,9 @@ class Block(Summarised):
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             asked = context.at_router
-            if isinstance(self.mlp, MoE) and not asked.is_nothing:
-                y, stats, routing = self.mlp.with_routing(x, context.valid, key, bias=asked.bias, change=asked.change)
+            if isinstance(self.mlp, MoE) and not (asked.is_nothing and self.mlp.config.sequence_balance_coef == 0):
+                changes = {"bias": asked.bias, "change": asked.change, "documents": context.visible.segments}
+                y, stats, routing = self.mlp.with_routing(x, context.valid, key, **changes)
                 if asked.kept is not None:
                     asked.kept.append(routing)
                 return y, stats

@@ -21,6 +21,7 @@ The step:
     init_state, TrainState           all that a step changes
     StepMetrics, to_record           what it reports, and the same for a file
     Teacher                          a model whose logits are distilled
+    moved_biases                     paths of biases of selection, which steps with a `bias_update_rate` move
 
 Of a recipe:
     load_recipe                      from a TOML file
@@ -37,6 +38,7 @@ from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
     from moe_jax.model_io.frozen_tower import FrozenTower as FrozenTower
+    from moe_jax.training.balance.selection_bias import moved_biases as moved_biases
     from moe_jax.training.batches import Batches as Batches
     from moe_jax.training.batches import open_batches as open_batches
     from moe_jax.training.metrics import to_record as to_record

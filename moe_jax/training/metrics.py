@@ -134,10 +134,10 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
     `learning_rate` (of a step that was made with a schedule), `tokens`, `scored_tokens`; with a teacher `distill_loss`
     (see `StepMetrics`); of a batch that may have pictures their number, `pictures`; for a model with an encoder also
     `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE layers `balance_loss`, `z_loss` and `cv_loss`
-    (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); if PEFT experts have
-    routers of their own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise. The loop adds speeds,
-    `eval_loss` to steps after which held-out text is scored, and to the first step `eval_loss_before`, what it was
-    before that step.
+    (means over the layers, without coefficients; if asked for also `sequence_balance_loss`), `expert_load` and
+    `dropped` (by layer index); if PEFT experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and
+    `perft_load` likewise. The loop adds speeds, `eval_loss` to steps after which held-out text is scored, and to the
+    first step `eval_loss_before`, what it was before that step.
     """
     config, routers = model.config, model.routers()
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
@@ -161,6 +161,8 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
     if layers:
         for name in ("balance", "z", "cv"):
             record[f"{name}_loss"] = float(np.mean([getattr(stats, name) for stats in layers.values()]))
+        if any(router.coefficients[3] for router in routers):
+            record["sequence_balance_loss"] = float(np.mean([stats.sequence_balance for stats in layers.values()]))
         record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
         record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
     beside = stats_per_layer(config, metrics.router, of_perft=True, routers=routers)

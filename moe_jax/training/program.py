@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -31,6 +32,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.nn.projector import shape_of_features, tokens_per_picture
 from moe_jax.peft import split_model, trainable_paths
+from moe_jax.training.balance.selection_bias import is_selection_bias, moved_biases, without_biases
 from moe_jax.training.flops import TowerUse
 from moe_jax.training.optimizer import at_step, group_rates, learning_rate, make_optimizer
 from moe_jax.training.recipe import Recipe
@@ -52,7 +54,7 @@ class Program:
     Attributes:
       config: of the model; its dtype is that of the trained parameters.
       model: the decoder with abstract parameters.
-      trainable: paths in memory of the trained parameters.
+      trainable: paths in memory of the trained parameters, and of biases of selection that steps move.
       graphdef: of the model, for the states below.
       state: abstract `TrainState`, every leaf with its sharding.
       frozen: abstract state of the parameters that are not trained, with shardings. Its dtypes are the recipe's or the
@@ -128,9 +130,9 @@ def make_program(
         check_teacher(config, teacher)
     mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
-    config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
+    config = dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.param_dtype)
     model = _model(recipe, config, remat=recipe.model.remat)
-    trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
+    trainable = changed_paths(recipe, model)
     if features:
         check_tower_is_frozen(trainable)
     graphdef, params, frozen = split_model(model, trainable)
@@ -163,6 +165,15 @@ def make_program(
         teacher=distilled,
         taught=taught,
     )
+
+
+def changed_paths(recipe: Recipe, model: Decoder) -> frozenset[str]:
+    """Returns the paths in memory of all that steps of a recipe change: trained parameters, and biases that move.
+
+    Raises `InputError` as `trainable_paths` and `moved_biases` do.
+    """
+    trained = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
+    return trained | moved_biases(model, recipe.moe.bias_update_rate)
 
 
 def check_tower_is_frozen(trainable: Collection[str]) -> None:
@@ -229,6 +240,7 @@ def _make_step(
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     ema_decay = None if recipe.ema is None else recipe.ema.decay
     options = {"seed": recipe.seed, "accumulation": recipe.train.accumulation, "ema_decay": ema_decay}
+    options |= {"bias_update_rate": recipe.moe.bias_update_rate}
     return make_step(graphdef, optimizer, schedule_of(recipe), teacher=teacher, **options)
 
 
@@ -252,7 +264,8 @@ def optimizer_of(recipe: Recipe, model: Decoder, trainable: Collection[str]) -> 
     """
     rates = None
     if recipe.optimizer.groups:
-        leaves = {path: disk_paths(model.config, path, model=model) for path in sorted(trainable)}
+        learnt = sorted(path for path in trainable if not is_selection_bias(path))
+        leaves = {path: disk_paths(model.config, path, model=model) for path in learnt}
         rates = group_rates(recipe.optimizer, leaves)
     return make_optimizer(recipe.optimizer, schedule_of(recipe), rates)
 
@@ -297,7 +310,10 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
             return recipe.model.param_dtype if path in program.trainable else recipe.model.frozen_dtype
 
         loaded = load_model(source, param_dtype=param_dtype, mesh=program.mesh, finite=True)
-        return split_model(loaded, program.trainable)[1:]
+        _, params, frozen = split_model(loaded, program.trainable)
+        params, biases = without_biases(params)
+        # A checkpoint may hold a bias in another dtype, in which steps of this size would be lost.
+        return nnx.merge_state(params, jax.tree.map(lambda bias: bias.astype(jnp.float32), biases)), frozen
 
     def draw() -> tuple[nnx.State, nnx.State]:
         model = Decoder(program.config, rngs=nnx.Rngs(recipe.seed))

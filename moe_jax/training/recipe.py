@@ -18,6 +18,7 @@ from moe_jax.files.json_toml import read_toml
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
+from moe_jax.training.balance.moe_section import MoESection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -414,6 +415,7 @@ class Recipe:
     schedule: ScheduleSection = ScheduleSection()
     ema: EmaSection | None = None
     distill: DistillSection | None = None
+    moe: MoESection = MoESection()
     train: TrainSection = TrainSection()
     mesh: MeshSection = MeshSection()
     checkpoint: CheckpointSection = CheckpointSection()

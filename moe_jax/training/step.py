@@ -19,6 +19,7 @@ from moe_jax.functional.routing import means_of, sums_of
 from moe_jax.nn import Decoder
 from moe_jax.nn.inputs import Batch, as_ids, targets_and_weights
 from moe_jax.nn.moe import StackedStats, sum_of_losses
+from moe_jax.training.balance.selection_bias import biases_after_step, without_biases
 from moe_jax.training.train_state import TrainState
 
 
@@ -116,13 +117,15 @@ def make_step(
     seed: int = 0,
     accumulation: int = 1,
     ema_decay: float | None = None,
+    bias_update_rate: float = 0.0,
     teacher: Teacher | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the step of `moe-jax train`, a pure function: jit it with the state donated, call it under `jax.set_mesh`.
 
     It is `(state, frozen, batch) -> (state, metrics)`: a `TrainState`, the parameters that are not trained, and a
     batch as `Decoder.loss` takes it. Where it is traced it raises `InputError` for a batch of other shapes or dtypes,
-    rows that `accumulation` does not divide, and where an average or a teacher is named only here or only there.
+    rows that `accumulation` does not divide, and where an average, a teacher or a bias that moves is named only here or
+    only there.
 
     The loss is the mean over all scored tokens of the batch, plus the auxiliary losses, which are those of all tokens
     of the batch, whatever the number of microbatches it is computed in. With several, and auxiliary losses, the model
@@ -137,6 +140,8 @@ def make_step(
       seed: of all that is random.
       accumulation: number of microbatches, a divisor of B.
       ema_decay: of the average that the state then has.
+      bias_update_rate: by how much biases of selection move, up or down, which are then among the state's parameters
+        (`moved_biases`); no gradient reaches them, and neither does the optimizer.
       teacher: its parameters are then a fourth argument of the step, which leaves them as they are.
     """
     if accumulation < 1:
@@ -154,7 +159,11 @@ def make_step(
             raise InputError("a teacher takes both: teacher of make_step, and its parameters after the batch")
         targets, weights = targets_and_weights(batch)
         batch = {**batch, "targets": targets, "weights": weights}
-        model = nnx.merge(graphdef, state.params, frozen)
+        params, biases = without_biases(state.params)
+        if bias_update_rate and not jax.tree.leaves(biases):
+            raise InputError("bias_update_rate moves biases of selection, and params has none: see moved_biases")
+        frozen = nnx.merge_state(frozen, biases)
+        model = nnx.merge(graphdef, params, frozen)
         as_ids("tokens", batch["tokens"], model.config.vocab_size)
         scored = jnp.sum(weights)
         # A batch that consists only of prompts has loss 0 and gradient 0 instead of 0/0.
@@ -168,7 +177,7 @@ def make_step(
             return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), taught, slopes)
 
         if accumulation == 1:
-            found = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
+            found = jax.grad(loss_of_micro, has_aux=True)(params, (batch, 0))
             grads, (loss, router, distillation) = found
             grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
         else:
@@ -176,14 +185,14 @@ def make_step(
             numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
             slopes = None
             if any(any(router.coefficients) for router in model.routers()):
-                router = router_statistics(graphdef, state.params, frozen, numbered, key)
+                router = router_statistics(graphdef, params, frozen, numbered, key)
                 slopes = slopes_of_auxiliary_loss(model, router)
             of_micro = partial(loss_of_micro, slopes=slopes)
-            grads, (losses, stats, divergences) = sum_of_gradients(of_micro, state.params, numbered)
+            grads, (losses, stats, divergences) = sum_of_gradients(of_micro, params, numbered)
             loss, router = jnp.sum(losses), over_microbatches(stats)
             distillation = None if divergences is None else jnp.sum(divergences)
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
         metrics = StepMetrics(
             loss=loss,
             auxiliary=_auxiliary_loss(model, router),
@@ -197,7 +206,9 @@ def make_step(
             distillation=distillation,
             picture_tokens=jnp.sum(batch["slots"] > 0) if "slots" in batch else None,
         )
-        params = updated_params(state.params, updates, jax.random.fold_in(key, _ROUNDING))
+        params = updated_params(params, updates, jax.random.fold_in(key, _ROUNDING))
+        if jax.tree.leaves(biases):
+            params = nnx.merge_state(params, biases_after_step(biases, model, router, bias_update_rate))
         average = None
         if state.ema is not None and ema_decay is not None:
             average = _next_average(state.ema, params, state.step + 1, ema_decay)
