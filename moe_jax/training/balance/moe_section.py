@@ -1,11 +1,14 @@
 """The section of a recipe on the balance among experts."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import short_repr
 from moe_jax.data.sections import at_least
-from moe_jax.models import ModelConfig
+
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class MoESection:
     def __post_init__(self) -> None:
         at_least(self, 0, "balance_coef", "sequence_balance_coef", "bias_update_rate")
 
-    def applied(self, config: ModelConfig) -> ModelConfig:
+    def applied(self, config: "ModelConfig") -> "ModelConfig":
         """Returns the config of a model with these coefficients.
 
         Raises `InputError` if there are some, and the model has no MoE.
