@@ -63,7 +63,7 @@ class Weights(NamedTuple):
     tensors: dict[str, TensorEntry]  # positions of all tensors that fill a leaf
     pieces: dict[str, list[Piece]]  # leaf path -> the pieces that fill it
     layout: str  # expert layout of the checkpoint
-    duplicates: dict[str, str]  # tensors that must equal another one: name -> name of the other
+    duplicates: dict[str, Tied]  # tensors that must equal another one, by name
     ignored: dict[str, str]  # tensors that are not converted: name -> reason
 
 
@@ -87,8 +87,9 @@ def match_weights(
     table = table_of(config) if table is None else table
     layout = detect_layout(table, tensors)
     mapped = mapped_model(config, leaves, layout, table=table)
-    tied = {entry.tensor: entry.equals for entry in table if isinstance(entry, Tied)}
-    duplicates, ignored, unexpected = {}, {}, []
+    tied = {entry.tensor: entry for entry in table if isinstance(entry, Tied)}
+    duplicates: dict[str, Tied] = {}
+    ignored, unexpected = {}, []
     for name in (name for name in tensors if name not in mapped.tensors):
         why = next((one.why for one in table if isinstance(one, Ignored) and re.fullmatch(one.pattern, name)), None)
         if name in tied:
@@ -99,7 +100,7 @@ def match_weights(
             unexpected.append(f"{clipped(name)} is unexpected")
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in tensors] + unexpected
-    expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
+    expected = {**mapped.tensors, **{name: mapped.tensors[one.equals] for name, one in duplicates.items()}}
     problems += _shape_problems(tensors, expected, described_by)
     if not problems:  # a leaf that is stacked from several dtypes could not hold them bit for bit
         entries = {leaf: [tensors[piece.tensor] for piece in pieces] for leaf, pieces in mapped.pieces.items()}
@@ -329,11 +330,10 @@ class CheckpointSource(abc.ABC):
         return CodesOfGroups(found.codes[own], found.scales[own], zeros)
 
     def _check_duplicates(self, tensor: str) -> None:
-        for duplicate, original in self.weights.duplicates.items():
-            if original == tensor and not self._equal(duplicate, original):
+        for duplicate, tied in self.weights.duplicates.items():
+            if tied.equals == tensor and not self._equal(duplicate, tensor):
                 raise InputError(
-                    f"{self.path}: config.json ties {duplicate} to {original}, but the two differ; "
-                    "set tie_word_embeddings to false if they are meant to"
+                    f"{self.path}: config.json ties {duplicate} to {tensor}, but the two differ; {tied.otherwise}"
                 )
 
     def _equal(self, a: str, b: str) -> bool:

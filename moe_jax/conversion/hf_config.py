@@ -25,6 +25,7 @@ def read_hf_config(
     *,
     ignored: Collection[str] = (),
     processing: Mapping[str, Any] | ImageProcessing | None = None,
+    further: bool = False,
 ) -> ModelConfig:
     """Reads a config.json, parsed, in the style of Transformers 4 or 5. Keys that are not used are kept in `foreign`.
 
@@ -33,6 +34,7 @@ def read_hf_config(
       ignored: keys that are assumed to change nothing; those of an object in it as `object.key`.
       processing: of a model that sees, the keys of the preprocessor_config.json beside it, or what they say; None:
         there is none, and pictures are processed as is usual for the tower.
+      further: whether layers that predict tokens after the next belong to the model; they are otherwise left out.
 
     Raises:
       InputError: unknown family, or format of quantised numbers; missing, ill-typed or contradicting values; or unknown
@@ -41,6 +43,8 @@ def read_hf_config(
     format_of(data)  # one that is unknown is found before anything else is asked
     data = without_format(data)
     name = _family_name(data)
+    if further and (name not in FAMILIES or FAMILIES[name].further_form is None):
+        raise InputError(f"--further keep: of {name!r} models no layers are known that predict tokens after the next")
     known = [*ignored, *(MODEL_TYPES[name].harmless if name in MODEL_TYPES else ())]
     parts = Parts(lambda key: _read_part(data, key, known), lambda *given: _processing(processing, *given))
     if name in MODEL_TYPES:
@@ -64,7 +68,7 @@ def read_hf_config(
     if family.classifier_architecture in _architectures(data):
         config = _as_classifier(config, family, data)
     keys.check_all_known(family.harmless, ignored)
-    return config
+    return dataclasses.replace(config, further_layers=family.count_further(data)) if further else config
 
 
 def _read_part(
@@ -131,7 +135,8 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_back(config: ModelConfig, written: Mapping[str, Any]) -> ModelConfig:
-    return read_hf_config(written, processing=None if config.vision is None else config.vision.processing)
+    processing = None if config.vision is None else config.vision.processing
+    return read_hf_config(written, processing=processing, further=config.further_layers > 0)
 
 
 def kept_keys(config: ModelConfig) -> set[str]:
@@ -179,6 +184,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     family = family_named(config.family)
     config = with_balance_over(config, family.balance_over)
     written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    if config.further_layers and family.further_form is not None:
+        written[family.further[0]] = config.further_layers
     if config.num_classes is None or family.classifier_architecture is None:
         return written
     # It would say whether a head for tokens, which the model lacks, is the embedding; T5's encoder uses it, too.

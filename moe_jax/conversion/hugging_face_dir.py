@@ -131,10 +131,18 @@ class HuggingFaceDirectory(CheckpointSource):
     another directory takes this one's place in the meantime, reading is an error: the two must not be mixed.
     """
 
-    def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = (), elsewhere: Elsewhere = NOWHERE):
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        ignored_keys: Collection[str] = (),
+        elsewhere: Elsewhere = NOWHERE,
+        further: bool = False,
+    ):
         """Reads the config; unknown keys of config.json that are `ignored_keys` are assumed to change nothing.
 
-        The tower and the projector of a model that sees may be `elsewhere`.
+        The tower and the projector of a model that sees may be `elsewhere`. Layers that predict tokens after the next
+        are left out unless `further`.
 
         Raises:
           FileNotFoundError: if there is no such directory.
@@ -155,9 +163,10 @@ class HuggingFaceDirectory(CheckpointSource):
             names = self.checkpoint.tensors if _needs_names(data) and has_weights(self.path) else ()
             data = completed_config(data, elsewhere, names)
             self.quantized_as = self._format_of(data)
-            self.config = read_hf_config(data, ignored=ignored_keys, processing=self.processing_keys())
+            how: dict[str, Any] = {"processing": self.processing_keys(), "further": further}
+            self.config = read_hf_config(data, ignored=ignored_keys, **how)
             family = family_named(self.config.family)
-            self._table = (*table_of(self.config), *family.left_out(self.config, data))
+            self._table = (*table_of(self.config, reading=True), *family.left_out(self.config, data))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 

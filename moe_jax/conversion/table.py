@@ -93,10 +93,11 @@ class Ignored:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A tensor that may be stored although the model ties it to another one; both must then be equal."""
+    """A tensor that may be stored although it is another one; both must then be equal, or something is to be done."""
 
     tensor: str
     equals: str
+    otherwise: str = "set tie_word_embeddings to false if they are meant to"
 
 
 Entry = Row | Ignored | Tied

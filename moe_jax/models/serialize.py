@@ -33,7 +33,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     fields["rope"] = dataclasses.asdict(config.rope)
     fields["foreign"] = dict(config.foreign)
     # As in older files, whose fingerprints are noted elsewhere.
-    for name in ("balance_over", "patches", "vision"):
+    for name in ("balance_over", "patches", "vision", "further_layers"):
         if fields[name] == getattr(ModelConfig, name):
             del fields[name]
     if config.patches is not None:

@@ -1,4 +1,4 @@
-"""Upcycling: a dense model becomes an MoE, an MoE a larger one (methods.md 2, 6), in its parts.
+"""Upcycling of dense models to MoEs, and of MoEs to larger ones (methods.md 2, 6), in its parts.
 
 `moe_jax.upcycle` is the verb. This package has its options as one object, the config that they result in, and the
 check that the new model computes the same as the old one.

@@ -1,4 +1,4 @@
-"""Numbers of copies of the experts of an MoE, the config of the larger MoE, and when both compute the same.
+"""Counts the copies of an MoE's experts, and says when the larger MoE computes what the smaller one does.
 
 A copy of an expert has its kernels, and its column of the router. Let every one of N experts become c, and every token
 go to c times as many. All copies of an expert have its logit, so that the c k best are all copies of the k best, and:

@@ -263,6 +263,7 @@ def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
     Raises:
       InputError: if the model already has adapters, or the options do not fit it; all problems are listed.
     """
+    dense.check_no_further("upcycling")
     if is_tuned(dense):
         raise InputError("the model has adapters or NF4 kernels already; merge them first, or upcycle its base")
     if dense.moe_layers:

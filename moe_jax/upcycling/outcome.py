@@ -1,4 +1,4 @@
-"""The outcome of upcycling: sizes before and after, comparisons, and the figures of both for the lineage."""
+"""Results of upcycling: sizes before and after, comparisons, and the figures of both for the lineage."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ from moe_jax.core.formatting import index_set
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.linear import Fixed
 from moe_jax.functional.routing import RouterStats
-from moe_jax.model_io.loading import disk_paths
+from moe_jax.model_io.loading import FURTHER, disk_paths
 from moe_jax.nn import Decoder
 from moe_jax.nn.moe import Router, StackedStats
 
@@ -35,7 +35,9 @@ def moved_biases(model: Decoder, rate: float) -> frozenset[str]:
     """
     if not rate:
         return frozenset()
-    found = frozenset(path for path in map(path_name, _paths(nnx.state(model, Fixed))) if is_selection_bias(path))
+    paths = map(path_name, _paths(nnx.state(model, Fixed)))
+    # The loads of further layers are not reported.
+    found = frozenset(path for path in paths if is_selection_bias(path) and not path.startswith(FURTHER))
     layers = {layer for router in model.routers() if not router.of_perft for layer in router.layers}
     biased = {name for path in found for name in disk_paths(model.config, path, model=model)}
     without = [layer for layer in layers if _on_disk(layer) not in biased]

@@ -247,6 +247,7 @@ DEEPSEEK_V3 = Family(
     write=_write_v3,
     table=(*usual.EMBEDDING, *LATENT_ATTENTION, *MOE_MLP, *usual.HEAD),
     further=FURTHER,
+    further_form="deepseek",
 )
 
 # Kimi-K2 is a DeepSeek-V3 of other sizes, whose config.json has a name of its own and names the class of DeepSeek's.
