@@ -178,6 +178,12 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         keys = format_.write(config, config.vision, text, tower)  # perhaps with the name of the language model's family
         return {"architectures": [format_.architecture], "model_type": format_.name, **keys}
     family = family_named(config.family)
+    if config.recurrent_layers and not family.recurrent:
+        at = config.recurrent_layers[0]
+        raise InputError(
+            f"layer {at} has a {config.layers[at].attention.describe()} in the place of attention, which the format of "
+            f"{family.name!r} cannot hold"
+        )
     config = with_balance_over(config, family.balance_over)
     written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
     if config.num_classes is None or family.classifier_architecture is None:

@@ -60,6 +60,7 @@ class Family:
       own_code: whether its code comes with its checkpoints, because Transformers has no class for it.
       names: of keys that are called otherwise than in the family that `read` is taken from, by their names there.
       sees: the format of models that see whose keys stand in the same config.json; None: there is none.
+      recurrent: whether its format has layers with a recurrence in the place of attention.
       completed: returns the keys of a config.json with what only the names of the tensors beside it say.
     """
 
@@ -83,6 +84,7 @@ class Family:
     own_code: bool = False
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sees: str | None = None
+    recurrent: bool = False
     completed: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
 
     @property

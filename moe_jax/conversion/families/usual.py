@@ -123,7 +123,7 @@ def read_decoder(
         d_model=config.required_integer("hidden_size"),
         max_positions=max_positions,
         layers=tuple(layers),
-        rope=rope or read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.rope_dim),
+        rope=rope or read_rope(config, max_positions=max_positions, head_dim=_rotated_width(layers)),
         norm=norm,
         norm_eps=config.required_number(eps),
         tie_embeddings=config.flag("tie_word_embeddings"),
@@ -133,6 +133,10 @@ def read_decoder(
         foreign=config.unread_keys(),
         **kwargs,
     )
+
+
+def _rotated_width(layers: Sequence[LayerConfig]) -> int:
+    return next(layer.softmax_attention.rope_dim for layer in layers if not layer.is_recurrent)
 
 
 def read_eos(config: HFConfig, vocab_size: int) -> tuple[int, ...]:
@@ -196,10 +200,10 @@ def num_layers(config: HFConfig) -> int:
 
 def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
     """Writes the keys that `read_decoder` and `read_attention` read."""
-    heads, kv_heads, width = same_in_all_layers(
+    heads, kv_heads, width = same_attention(
         config,
         "choice of heads (query, key-value, width)",
-        lambda layer: (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim),
+        lambda attention: (attention.num_heads, attention.num_kv_heads, attention.head_dim),
     )
     return {
         "vocab_size": config.vocab_size,
@@ -264,7 +268,7 @@ def write_activation(ffn: FFNConfig) -> str:
 
 def write_biases(config: ModelConfig, key: str = "attention_bias", what: str = "attention bias") -> dict[str, Any]:
     """Writes the key that `read_biases` reads; `what` is the name for messages."""
-    return {key: same_in_all_layers(config, what, lambda layer: bool(layer.attention.biases))}
+    return {key: same_attention(config, what, lambda attention: bool(attention.biases))}
 
 
 def same_in_all_layers(
@@ -284,6 +288,11 @@ def same_in_all_layers(
                 f"but layer {indices[0]} has {first} and layer {i} has {here}"
             )
     return first
+
+
+def same_attention(config: ModelConfig, what: str, get: Callable[[AttentionConfig], T]) -> T:
+    """Returns the one value of `get(attention)` over all layers that have attention; see `same_in_all_layers`."""
+    return same_in_all_layers(config, what, lambda layer: get(layer.softmax_attention), among=config.softmax_layers)
 
 
 def dense_ffn(config: ModelConfig) -> FFNConfig:
