@@ -140,6 +140,7 @@ QWEN3_5_MOE = Family(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,
+        "router_aux_loss_coef": 0.001,
         "num_experts_per_tok": 8,
     },
     read=_reader(_MOE, _read_moe),
