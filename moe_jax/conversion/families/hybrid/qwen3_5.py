@@ -73,7 +73,7 @@ def _read_rope(config: HFConfig) -> RopeConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     """Writes the keys that dense models and MoEs share; the first release that reads them has `rope_parameters`."""
-    keys = {**usual.write_decoder(config), **write_mixers(config)}
+    keys = {**write_mixers(config), **usual.write_decoder(config)}
     rope = write_rope(config.rope)
     keys = {key: value for key, value in keys.items() if key not in rope}
     scaling = rope.pop("rope_scaling") or {}

@@ -30,9 +30,9 @@ def _read(config: HFConfig) -> ModelConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
+        **write_mixers(config),
         **usual.write_decoder(config),
         "partial_rotary_factor": config.rope.fraction,
-        **write_mixers(config),
         **write_sparse_layers(config, shared_expert=SHARED_EXPERT_DIM),
     }
 
