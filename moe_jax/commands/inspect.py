@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from moe_jax.core.terminal import Progress
     from moe_jax.model_io.model_source import ModelSource
-    from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig
+    from moe_jax.models import LayerConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,7 +283,7 @@ def _print(
 
 
 def _summary(config: "ModelConfig") -> str:
-    heads = _heads(config.layers[0].attention)
+    heads = _heads(config)
     tied = "tied" if config.tie_embeddings else "untied"
     return (
         f"{config.family}: {config.num_layers} layers, d {config.d_model}, vocabulary {config.vocab_size}, "
@@ -291,7 +291,12 @@ def _summary(config: "ModelConfig") -> str:
     )
 
 
-def _heads(attention: "AttentionConfig") -> str:
+def _heads(config: "ModelConfig") -> str:
+    """Returns the recurrences and the attention of a model in words, of the first layer with each."""
+    first = [layers[0] for layers in (config.recurrent_layers, config.softmax_layers) if layers]
+    if len(first) > 1 or config.layers[first[0]].is_recurrent:
+        return " and ".join(config.layers[layer].attention.describe() for layer in first)
+    attention = config.layers[0].softmax_attention
     latent = attention.latent
     if latent is None:
         return f"{attention.num_heads} heads over {attention.num_kv_heads} key-value heads of {attention.head_dim}"

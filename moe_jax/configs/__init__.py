@@ -13,6 +13,7 @@ Names are imported when they are first asked for: importing this module imports 
 Models:
     ModelConfig, LayerConfig         a model, and one of its layers
     AttentionConfig, LatentConfig    attention, and what makes it latent
+    DeltaRuleConfig                  the gated delta rule, in the place of attention
     RopeConfig, RelativeBiasConfig   position embeddings
     FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
     SelectionConfig                  restricts the choice of experts
@@ -59,6 +60,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts.forms import Sparse as Sparse
     from moe_jax.models import AdapterConfig as AdapterConfig
     from moe_jax.models import AttentionConfig as AttentionConfig
+    from moe_jax.models import DeltaRuleConfig as DeltaRuleConfig
     from moe_jax.models import FFNConfig as FFNConfig
     from moe_jax.models import ImageProcessing as ImageProcessing
     from moe_jax.models import LatentConfig as LatentConfig

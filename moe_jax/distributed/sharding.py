@@ -47,6 +47,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r".*attention/[qkv]/bias", P("tensor")),
     (r".*attention/o/bias", P()),
     (r".*attention/sinks", P()),
+    (r".*attention/[qkv]_conv", P(None, "tensor")),
+    (r".*attention/(log_rate|rate_bias)", P()),
     (r".*router/lora/[ab]", P()),
     (r".*adapters/down", P(None, "fsdp", None)),
     (r".*adapters/up", P(None, None, "fsdp")),
@@ -65,7 +67,7 @@ RULES: tuple[tuple[str, P], ...] = (
 # input is split alike: for maps that take whole activations, programs were compiled (by XLA of JAX 0.10.2, with a batch
 # of one row for each device) that gave wrong results.
 LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
-    (r".*attention/([qkv]|q_down|kv_down)|.*(gate|up)|(.*/)?projector/\d+", "out"),
+    (r".*attention/([qkv]|q_down|kv_down|beta|decay)|.*(gate|up)|(.*/)?projector/\d+", "out"),
     (r".*attention/o|.*down", "in"),
 )
 

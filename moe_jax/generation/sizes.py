@@ -32,12 +32,14 @@ def resized(shapes: Rows, config: ModelConfig, size: Size) -> Rows:
 
     Rings, once they go round, have as many places as they need.
     """
-    dtype = jax.tree.leaves(shapes.caches)[0].dtype
-    caches = partial(init_cache, config, size.width, size.length, dtype, stacked=False, rings=True)
+    make = partial(init_cache, config, size.width, size.length, jnp.dtype(jnp.float32), stacked=False, rings=True)
+    caches = jax.tree.map(
+        lambda one, new: jax.ShapeDtypeStruct(new.shape, one.dtype), shapes.caches, jax.eval_shape(make)
+    )
     rest = jax.tree.map(
         lambda one: jax.ShapeDtypeStruct((size.width, *one.shape[1:]), one.dtype), shapes._replace(caches=())
     )
-    return rest._replace(caches=jax.eval_shape(caches))
+    return rest._replace(caches=caches)
 
 
 class Mover:

@@ -17,6 +17,7 @@ from moe_jax.models.moe_config import MAX_EXPERTS
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.own_parts import BLOCK, LAYERS
+from moe_jax.models.recurrent_config import RecurrentConfig
 
 NORM_POSITIONS = ("pre", "post", "output", "both")
 
@@ -34,7 +35,7 @@ class LayerConfig:
         'silu'
 
     Attributes:
-      attention: attention of the tokens to each other.
+      attention: attention of the tokens to each other; or in its place a recurrence, such as the gated delta rule.
       mlp: the FFN or the MoE.
       cross: attention to the output of an encoder, between the two; its mask is `bidirectional` and it rotates nothing.
       norm_position: where norms `n` stand around a branch `f`. `pre`: `x + f(n(x))`; `post`: `n(x + f(x))` (the first
@@ -47,7 +48,7 @@ class LayerConfig:
       module: `block`, or what `nn.register_layer` has added: the module of such a layer.
     """
 
-    attention: AttentionConfig
+    attention: AttentionConfig | RecurrentConfig
     mlp: FFNConfig | MoEConfig
     cross: AttentionConfig | None = None
     norm_position: Literal["pre", "post", "output", "both"] = "pre"
@@ -62,7 +63,7 @@ class LayerConfig:
     def __post_init__(self) -> None:
         LAYERS.check("layer module", self.module)
         check_member("norm_position", self.norm_position, NORM_POSITIONS)
-        if self.attention.source_dim is not None:
+        if isinstance(self.attention, AttentionConfig) and self.attention.source_dim is not None:
             raise InputError(f"source_dim={self.attention.source_dim} is for cross-attention only")
         if self.parallel and (self.norm_position != "pre" or self.cross is not None):
             raise InputError("parallel attention and FFN go with norm_position 'pre' and without cross-attention")
@@ -91,8 +92,27 @@ class LayerConfig:
                 raise InputError(
                     "cross-attention has neither output_gate nor rope_interleaved nor qk_norm 'head_rotated'"
                 )
-            if self.attention.latent is not None:
+            if self.is_recurrent:
+                raise InputError("a recurrence in the place of attention goes without cross-attention")
+            if self.softmax_attention.latent is not None:
                 raise InputError("latent attention goes without cross-attention")
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a recurrence stands in the place of attention."""
+        return isinstance(self.attention, RecurrentConfig)
+
+    @property
+    def softmax_attention(self) -> AttentionConfig:
+        """The attention of a layer that has no recurrence in its place."""
+        assert isinstance(self.attention, AttentionConfig), "the layer has a recurrence"
+        return self.attention
+
+    @property
+    def recurrence(self) -> RecurrentConfig:
+        """The recurrence of a layer that has one."""
+        assert isinstance(self.attention, RecurrentConfig), "the layer has attention"
+        return self.attention
 
 
 def check_num_layers(count: int) -> None:
@@ -201,7 +221,8 @@ class ModelConfig:
             raise InputError(f"{experts:,} experts in all layers are not what can be: {MAX_EXPERTS:,} are the most")
         for i, layer in enumerate(self.layers):
             try:
-                self.rope_of(layer).check_fits(layer.attention.rope_dim, self.max_positions)
+                if not layer.is_recurrent:
+                    self.rope_of(layer).check_fits(layer.softmax_attention.rope_dim, self.max_positions)
                 if isinstance(layer.mlp, MoEConfig):
                     layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
             except InputError as error:
@@ -238,7 +259,7 @@ class ModelConfig:
         for start, layers in ((0, self.layers[:encoder]), (encoder, self.layers[encoder:])):
             tables = {}
             for i, attention in enumerate((layer.attention for layer in layers), start):
-                if attention.relative_bias is not None:
+                if isinstance(attention, AttentionConfig) and attention.relative_bias is not None:
                     tables.setdefault((attention.relative_bias, attention.num_heads, attention.mask), i)
             if len(tables) > 1:
                 first, second, *_ = tables.values()
@@ -269,7 +290,7 @@ class ModelConfig:
 
     def _check_tower(self, patches: PatchesConfig) -> None:
         for i, layer in enumerate(self.layers):
-            if layer.attention.mask != "bidirectional" or self.rope_of(layer).fraction:
+            if layer.is_recurrent or layer.attention.mask != "bidirectional" or self.rope_of(layer).fraction:
                 raise InputError(f"layer {i} of an image encoder: its mask is 'bidirectional', and it rotates nothing")
         if self.max_positions != patches.num_positions:
             raise InputError(
@@ -314,6 +335,14 @@ class ModelConfig:
             raise InputError(f"{what}: this {self.family!r} model takes no pictures, it has no vision")
         return self.vision
 
+    def check_whole_sequences(self, parts: int) -> None:
+        """Raises `InputError` for a model that carries states along sequences, if a mesh splits these into parts."""
+        if parts > 1 and self.recurrent_layers:
+            raise InputError(
+                f"mesh.sequence = {parts} splits every sequence, and layer {self.recurrent_layers[0]} carries a state "
+                "along it; take mesh.sequence = 1, and fsdp for the memory"
+            )
+
     def check_scores_tokens(self, what: str) -> None:
         """Raises `InputError` for a model whose head scores classes: `what` needs one that scores tokens."""
         if self.num_classes is not None:
@@ -322,7 +351,8 @@ class ModelConfig:
     def shared_bias(self) -> AttentionConfig | None:
         """The attention of the first layer with relative biases, whose table all share; of one stack only."""
         assert not self.has_encoder, "each of the two stacks has a table"
-        return next((one.attention for one in self.layers if one.attention.relative_bias is not None), None)
+        biased = (one.softmax_attention for one in self.layers if one.attention.relative_bias is not None)
+        return next(biased, None)
 
     @property
     def num_layers(self) -> int:
@@ -333,6 +363,16 @@ class ModelConfig:
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers that hold an MoE."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoEConfig))
+
+    @property
+    def softmax_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have attention, and no recurrence in its place."""
+        return tuple(i for i, layer in enumerate(self.layers) if not layer.is_recurrent)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have a recurrence in the place of attention."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
 
     @property
     def expert_counts(self) -> frozenset[int]:
@@ -357,8 +397,9 @@ class ModelConfig:
         return self.vocab_size if self.num_classes is None else self.num_classes
 
     def rope_of(self, layer: LayerConfig) -> RopeConfig:
-        """Returns the rotary embedding of a layer."""
-        return self.rope if layer.attention.rope is None else layer.attention.rope
+        """Returns the rotary embedding of a layer with attention."""
+        own = layer.softmax_attention.rope
+        return self.rope if own is None else own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

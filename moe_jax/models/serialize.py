@@ -17,6 +17,7 @@ from moe_jax.models.config import (
     segments_of,
 )
 from moe_jax.models.own_parts import BLOCK
+from moe_jax.models.recurrent_config import RECURRENT, DeltaRuleConfig
 
 FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.
@@ -97,9 +98,10 @@ def _vision_from_json(fields: Mapping[str, Any], *, where: str) -> VisionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """A layer as it is written: its FFN is called `ffn`, its MoE `moe`."""
+    """A layer as it is written: its FFN is called `ffn`, its MoE `moe`, a recurrence as in `RECURRENT`."""
 
-    attention: AttentionConfig
+    attention: AttentionConfig | None = None
+    delta_rule: DeltaRuleConfig | None = None
     ffn: FFNConfig | None = None
     moe: MoEConfig | None = None
     cross: AttentionConfig | None = None
@@ -113,11 +115,16 @@ class _Layer:
     def __post_init__(self) -> None:
         if (self.ffn is None) == (self.moe is None):
             raise InputError("a layer has either 'ffn' or 'moe'")
+        mixers = ("attention", *RECURRENT)
+        if sum(getattr(self, name) is not None for name in mixers) != 1:
+            raise InputError(f"a layer has one of {', '.join(map(repr, mixers))}")
 
     def config(self) -> LayerConfig:
         """Returns the layer as `ModelConfig` holds it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         ffn, moe = fields.pop("ffn"), fields.pop("moe")
+        recurrences = [one for name in RECURRENT if (one := fields.pop(name)) is not None]
+        fields["attention"] = recurrences[0] if recurrences else fields["attention"]
         return LayerConfig(mlp=ffn if moe is None else moe, **fields)
 
 
@@ -147,7 +154,10 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     for name in ("branch_scales", "residual_scale"):
         if fields[name] == getattr(LayerConfig, name):
             del fields[name]  # likewise
-    for attention in filter(None, (fields["attention"], fields["cross"])):
+    if layer.is_recurrent:
+        kind = next(name for name, config in RECURRENT.items() if isinstance(layer.attention, config))
+        fields = {kind if name == "attention" else name: value for name, value in fields.items()}
+    for attention in filter(None, (fields.get("attention"), fields["cross"])):
         for name in _NEWER:
             if attention[name] == getattr(AttentionConfig, name):
                 del attention[name]  # likewise

@@ -23,6 +23,7 @@ Layers:
     Embed, Head, Norm                token embeddings, logits, norms
     Vision, VisionTower              features of pictures as the model takes them, and an image encoder alone
     Attention, LatentAttention       grouped-query attention, and multi-head latent attention
+    DeltaRule                        the gated delta rule, in the place of attention
     FFN, Linear                      a dense feed-forward network, and a linear map
     MoE, Perft                       a Mixture-of-Experts, and adapters beside it
     LinearRouter, CoderRouter        logits of experts
@@ -41,7 +42,8 @@ Arguments:
     CallInputs, DecoderInputs, StackInputs
                                      keywords of `Decoder`, of its `activations` and of `Stack`
     init_cache, Caches, Cache        caches for generation: made, of all layers, of one
-    KVCache, LatentCache             of grouped-query and of latent attention
+    KVCache, LatentCache, RecurrentCache
+                                     of grouped-query and of latent attention, and of a recurrence
     Context, Slots, Source           what all layers of a call share; in it places in caches, an encoder's output
     make_context                     makes one, for a layer that is called alone
     place_pictures, PlacedRow, tokens_per_picture
@@ -64,6 +66,7 @@ from moe_jax.nn.context import Caches as Caches
 from moe_jax.nn.context import Context as Context
 from moe_jax.nn.context import KVCache as KVCache
 from moe_jax.nn.context import LatentCache as LatentCache
+from moe_jax.nn.context import RecurrentCache as RecurrentCache
 from moe_jax.nn.context import Slots as Slots
 from moe_jax.nn.context import Source as Source
 from moe_jax.nn.context import StackInputs as StackInputs
@@ -103,12 +106,13 @@ from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer
 from moe_jax.nn.projector import register_projector_step as register_projector_step
 from moe_jax.nn.projector import tokens_per_picture as tokens_per_picture
+from moe_jax.nn.recurrent import DeltaRule as DeltaRule
 from moe_jax.nn.stack import Stack as Stack
 from moe_jax.nn.stack import StackOutput as StackOutput
 from moe_jax.nn.vision import Vision as Vision
 from moe_jax.nn.vision import VisionTower as VisionTower
 
 _show_signatures(
-    *(Attention, LatentAttention, Decoder, Stack, BlockStack, Block, Embed, Head, Norm, FFN, Linear, MoE, LinearRouter),
-    *(CoderRouter, Perft, Vision, VisionTower),
+    *(Attention, LatentAttention, DeltaRule, Decoder, Stack, BlockStack, Block, Embed, Head, Norm, FFN, Linear, MoE),
+    *(LinearRouter, CoderRouter, Perft, Vision, VisionTower),
 )

@@ -15,18 +15,23 @@ from moe_jax.functional.attention_chunks import MOST_QUERIES, AttentionOptions, 
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.position_embeddings import apply_rope
 from moe_jax.models.config import PROJECTIONS, AttentionConfig, LatentConfig, ModelConfig
+from moe_jax.models.recurrent_config import RecurrentConfig
 from moe_jax.nn.context import KVCache, LatentCache, Slots
 from moe_jax.nn.layers import Linear, Norm
 
 
-def make_projections(config: AttentionConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> dict[str, Linear]:
-    """Makes the linear maps of an attention, by name."""
+def make_projections(
+    config: AttentionConfig | RecurrentConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
+) -> dict[str, Linear]:
+    """Makes the linear maps of an attention, or of what stands in its place, by name."""
+    whole = config.kept_whole if isinstance(config, RecurrentConfig) else ()
     linears = {}
     for name, shape in config.shapes(d_model).items():
         # Where `tensor` splits heads, it splits the outputs of q, k and v, and the inputs of o.
         split = "in" if name == "o" else "out"
         bias, lora = name in config.biases, lora_for(config.lora, name)
-        linears[name] = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
+        nf4 = config.nf4 and name not in whole
+        linears[name] = Linear(shape, bias=bias, nf4=nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
     return linears
 
 

@@ -1,4 +1,4 @@
-"""One layer of a model: attention, perhaps cross-attention, and an FFN or an MoE."""
+"""One layer of a model: attention or a recurrence, perhaps cross-attention, and an FFN or an MoE."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +17,7 @@ from moe_jax.nn.context import Cache, Context, KVCache
 from moe_jax.nn.layer_words import layer_words
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import MoE
+from moe_jax.nn.recurrent import MODULES
 
 
 class Block(Summarised):
@@ -31,15 +32,15 @@ class Block(Summarised):
         self.residual_scale = config.residual_scale
         self.crosses = config.cross is not None
         self.is_biased = config.attention.relative_bias is not None
-        self.rope = (model.rope_of(config), config.attention.rope_dim)
+        self.is_recurrent = config.is_recurrent
+        self.rope = None if config.is_recurrent else (model.rope_of(config), config.softmax_attention.rope_dim)
         for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
             for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
                 setattr(self, f"{name}_{kind}", Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype))
         if config.branch_scales:
             for name in ("attention", *["cross_attention"] * self.crosses, "mlp"):
                 setattr(self, f"{name}_scale", nnx.Param(jnp.ones(model.d_model, dtype)))
-        attention: Any = Attention if config.attention.latent is None else LatentAttention
-        self.attention = attention(config.attention, model, rngs=rngs, dtype=dtype)
+        self.attention = _mixer_class(config)(config.attention, model, rngs=rngs, dtype=dtype)
         if self.crosses:
             assert config.cross is not None
             self.cross_attention = Attention(config.cross, model, rngs=rngs, dtype=dtype)
@@ -54,13 +55,17 @@ class Block(Summarised):
         Args:
           x: activations.
           context: of the pass; `make_context` makes one.
-          cache: of the layer's attention; None: there is none.
+          cache: of the layer's attention or recurrence; None: there is none.
           key: the layer's random key in training; None: deterministic.
         """
 
         def attend(x: Array) -> tuple[Array, Cache | None]:
-            rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
             attention_key = keys.fold_in(key, keys.ATTENTION)
+            if self.is_recurrent:
+                begins = context.slots is None or context.slots.begins
+                return self.attention(x, context.documents, cache=cache, begins=begins, key=attention_key)
+            assert self.rope is not None, "attention has a rotary embedding"
+            rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
             return self.attention(
                 x, context.visible, rope=rope, cache=cache, slots=context.slots, bias=bias, key=attention_key
             )
@@ -114,6 +119,13 @@ class Block(Summarised):
         if self.residual_scale != 1.0:
             y = y * jnp.asarray(self.residual_scale, y.dtype)
         return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra
+
+
+def _mixer_class(config: LayerConfig) -> Any:
+    """Returns the class of the branch that tells tokens of each other."""
+    if config.is_recurrent:
+        return MODULES[type(config.recurrence)]
+    return Attention if config.softmax_attention.latent is None else LatentAttention
 
 
 def make_layer(config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> Any:

@@ -1,7 +1,8 @@
-"""The arguments that all layers of a forward pass share: visibility, rotary tables, padding; and caches of attention.
+"""The arguments that all layers of a forward pass share: visibility, rotary tables, padding; and caches.
 
 A cache of S slots holds the token at position p in slot `p mod S`. A cache with a slot for every position of the row
-holds the row in order; a shorter one is a ring, in which a token overwrites the one S positions before it.
+holds the row in order; a shorter one is a ring, in which a token overwrites the one S positions before it. The cache of
+a recurrence has no slots: it is what the last call left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from moe_jax.functional.attention import Visibility
 from moe_jax.functional.position_embeddings import RopeConfig, rope_tables
 from moe_jax.kernels.hardware import bucket
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, Segment, segments_of, single_layers
+from moe_jax.models.recurrent_config import RecurrentConfig
 from moe_jax.nn.inputs import as_array
 from moe_jax.nn.inside import NOTHING_ASKED, AtRouter, ChangeLogits
 from moe_jax.nn.layers import default_positions
@@ -43,7 +45,21 @@ class LatentCache(NamedTuple):
     cross: None = None
 
 
-Cache = KVCache | LatentCache
+class RecurrentCache(NamedTuple):
+    """The state of one layer with a recurrence, as large for a long row as for a short one: it has no slots.
+
+    Attributes:
+      inputs: of every short convolution of the layer, those of the last tokens.
+      state: float32, of the shape that the layer's config says; None: it has none.
+      cross: never a cache of cross-attention.
+    """
+
+    inputs: tuple[Float[Array, "B n c"], ...]
+    state: Float[Array, "B ..."] | None
+    cross: None = None
+
+
+Cache = KVCache | LatentCache | RecurrentCache
 Caches = tuple[tuple[Cache, ...], ...]
 """Per segment, one cache per block of its pattern, with arrays stacked over the repeats."""
 
@@ -143,8 +159,15 @@ def init_cache(
         shape = (repeats, batch, attention.num_kv_heads, length, attention.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    def begun(repeats: int, recurrence: RecurrentConfig) -> RecurrentCache:
+        window, channels, state = recurrence.carried
+        inputs = tuple(jnp.zeros((repeats, batch, window, width), dtype) for width in channels)
+        return RecurrentCache(inputs, None if state is None else jnp.zeros((repeats, batch, *state), jnp.float32))
+
     def cache(segment: Segment, layer: LayerConfig) -> Cache:
-        own = empty(segment.repeats, slots, layer.attention)
+        if layer.is_recurrent:
+            return begun(segment.repeats, layer.recurrence)
+        own = empty(segment.repeats, slots, layer.softmax_attention)
         if layer.cross is None or source_slots is None:
             return own
         assert isinstance(own, KVCache), "latent attention goes without cross-attention"
@@ -157,10 +180,11 @@ def init_cache(
 
 
 def longest_row(caches: Caches | None) -> int | None:
-    """Returns the slots of the longest cache, stacked or not; None without caches."""
+    """Returns the slots of the longest cache, stacked or not, 0 if none has slots; None without caches."""
     if caches is None:
         return None
-    return max(cache[0].shape[-2] for segment in caches for cache in segment)
+    every = (cache for segment in caches for cache in segment if not isinstance(cache, RecurrentCache))
+    return max((cache[0].shape[-2] for cache in every), default=0)
 
 
 def source_slots(caches: Caches | None) -> int | None:
@@ -196,6 +220,7 @@ class Context(NamedTuple):
       rope: tables for the tokens, by rotary embedding and width of the rotated part of a head.
       visible: which tokens see which; with caches only the queries' part, as every cache has key positions of its own.
       valid: tokens that are not padding; None: all.
+      documents: document of every token, for recurrences, counted from 1; 0 is padding. None: a row is one document.
       source: for cross-attention; None: there is none.
       relative_bias: per head and distance, for layers whose attention has one.
       slots: the slots in the caches that the tokens are written to; None: there are no caches.
@@ -206,6 +231,7 @@ class Context(NamedTuple):
     rope: Mapping[tuple[RopeConfig, int], RopeTables]
     visible: Visibility
     valid: Bool[Array, "B T"] | None = None
+    documents: Int[Array, "B T"] | None = None
     source: Source | None = None
     relative_bias: Float[Array, "H n"] | None = None
     slots: Slots | None = None
@@ -322,7 +348,8 @@ def make_context(
         visible = Visibility(in_row, in_row, segments, segments, prefix)
     else:
         visible = Visibility(positions, positions, prefix=prefix)
-    rotations = {(config.rope_of(layer), layer.attention.rope_dim) for layer in config.layers}
+    rotating = (layer for layer in config.layers if not layer.is_recurrent)
+    rotations = {(config.rope_of(layer), layer.softmax_attention.rope_dim) for layer in rotating}
     limit = config.max_positions
     tables = {(rope, width): rope_tables(rope, width, limit, positions, segments) for rope, width in rotations}
     source = None
@@ -330,4 +357,4 @@ def make_context(
         keys = None if encoder_valid is None else encoder_valid.astype(jnp.int32)
         queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
         source = Source(encoder_output, Visibility(in_row, default_positions((shape[0], source_length)), queries, keys))
-    return Context(tables, visible, valid, source, relative_bias, slots, keeps_routing)
+    return Context(tables, visible, valid, segments, source, relative_bias, slots, keeps_routing)

@@ -317,7 +317,8 @@ class _Step:
             # Forward the outputs of both halves of a layer, backward the gradients of their inputs; of these, only the
             # first half's output is computed again: nothing in the layer needs the output of the second.
             yield Transfer("all-reduce", runs * (4 + again + 2 * first), tokens * row, tensor)
-            yield self._head_transfer(layer, runs * (2 + again + first))
+            if not layer.is_recurrent:  # a recurrence does not go with sequences that are split
+                yield self._head_transfer(layer, runs * (2 + again + first))
             if not isinstance(layer.mlp, MoEConfig) or not self._exchanges(layer.mlp):
                 continue
             devices, top_k = self._mesh["expert"], layer.mlp.bank_top_k
@@ -331,7 +332,7 @@ class _Step:
 
     def _head_transfer(self, layer: LayerConfig, runs: int) -> Transfer:
         """Returns the transfer of queries, keys and values to the devices of their heads, and of outputs back."""
-        attention, axis = layer.attention, self._group(("sequence",))
+        attention, axis = layer.softmax_attention, self._group(("sequence",))
         column, width = self.tokens * self.number, attention.head_dim + attention.value_dim
         sequence, tensor = self._mesh["sequence"], self._mesh["tensor"]
         keys = attention.num_kv_heads * width

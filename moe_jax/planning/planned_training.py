@@ -263,6 +263,7 @@ class RunInShapes:
         mesh, program, config = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count), self._program, self._config
         check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
         check_sequence_divides(mesh, recipe.data.seq_len)
+        config.check_whole_sequences(mesh["sequence"])
         leaves, held = self.placed(recipe, mesh)
         whole = self.whole_step(recipe)
         expected = expected_step(recipe, config, whole, leaves, mesh, target.chip, held.changed, target.per_host)

@@ -226,6 +226,7 @@ class _Search:
             try:
                 check_batch_divides(mesh, recipe.train.batch_size, 1)
                 check_sequence_divides(mesh, recipe.data.seq_len)
+                self._config.check_whole_sequences(mesh["sequence"])
             except InputError:
                 continue
             if self._divides_heads(mesh) and self._divides_experts(mesh):
@@ -236,8 +237,12 @@ class _Search:
         if mesh["tensor"] == 1:
             return True
         parts = Placement(self._chip.platform, parts=mesh["tensor"] * mesh["sequence"])
-        heads = {(layer.attention.num_heads, layer.attention.num_kv_heads) for layer in self._config.layers}
-        return all(parts.divides_heads(*pair) for pair in heads)
+        layers = self._config.layers
+        of_attention = {layer.softmax_attention for layer in layers if not layer.is_recurrent}
+        of_recurrences = {layer.recurrence.num_splits for layer in layers if layer.is_recurrent}
+        return all(parts.divides_heads(one.num_heads, one.num_kv_heads) for one in of_attention) and not any(
+            count % mesh["tensor"] for count in of_recurrences
+        )
 
     def _divides_experts(self, mesh: Mapping[str, int]) -> bool:
         """Whether `expert` divides the experts; where there are none, it would do what `data` does."""

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from moe_jax.core.data_sheets import chip_of_kind
 from moe_jax.data.sections import input_length
 from moe_jax.experts.shapes import LoRAConfig
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, VisionConfig
+from moe_jax.models import (
+    AttentionConfig,
+    FFNConfig,
+    LayerConfig,
+    ModelConfig,
+    MoEConfig,
+    RecurrentConfig,
+    VisionConfig,
+)
 from moe_jax.nn.projector import projector_shapes
 from moe_jax.training.recipe import Recipe
 
@@ -30,14 +38,17 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
     Forward, and twice as much backward: `6 * active_matmul_params`, and for attention `6 * H` times the widths of a
     head's keys and values times the mean number of positions a query sees in a sequence of `seq_len` (about half of it
-    if causal, and at most the window). Operations repeated for rematerialisation do not count, and frozen parameters
-    count like trained ones. For cross-attention the projections count, as if the source were as long, but not the
-    scores.
+    if causal, and at most the window); for a recurrence three times its `token_flops`. Operations repeated for
+    rematerialisation do not count, and frozen parameters count like trained ones. For cross-attention the projections
+    count, as if the source were as long, but not the scores.
     """
     attention: float = 0
     for layer in config.layers:
-        widths = layer.attention.head_dim + layer.attention.value_dim
-        attention += 6 * layer.attention.num_heads * widths * _mean_context(layer, seq_len)
+        if layer.is_recurrent:
+            attention += 3 * layer.recurrence.token_flops
+            continue
+        one = layer.softmax_attention
+        attention += 6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(one, seq_len)
     return 6 * active_matmul_params(config) + attention
 
 
@@ -124,7 +135,9 @@ def picture_flops(config: ModelConfig) -> PictureFlops:
     tokens = rows * columns + patches.class_token
     matrices = sum(_entries(layer.attention, tower.d_model) for layer in layers)
     matrices += sum(_mlp_params(layer, tower) for layer in layers)
-    scores = sum(2 * one.num_heads * (one.head_dim + one.value_dim) for one in (layer.attention for layer in layers))
+    scores = sum(
+        2 * one.num_heads * (one.head_dim + one.value_dim) for one in (layer.softmax_attention for layer in layers)
+    )
     entering = 2 * rows * columns * patches.channels * patches.size**2 * tower.d_model
     return PictureFlops(entering + 2 * tokens * matrices + scores * tokens**2, _projector_flops(vision, config.d_model))
 
@@ -140,7 +153,7 @@ def _key_value_params(attention: AttentionConfig, d_model: int) -> int:
     return 2 * source * attention.num_kv_heads * attention.head_dim
 
 
-def _entries(part: AttentionConfig | FFNConfig, d_model: int) -> int:
+def _entries(part: AttentionConfig | RecurrentConfig | FFNConfig, d_model: int) -> int:
     shapes = part.shapes(d_model)
     return sum(map(math.prod, shapes.values())) + _lora_params(part.lora, shapes)
 
@@ -174,11 +187,11 @@ def _lora_params(lora: LoRAConfig | None, shapes: Mapping[str, tuple[int, int]])
     return 0 if lora is None else sum(lora.rank * sum(shapes[name]) for name in lora.targets)
 
 
-def _mean_context(layer: LayerConfig, seq_len: int) -> float:
-    if layer.attention.mask == "bidirectional" and layer.attention.sliding_window is None:
+def _mean_context(attention: AttentionConfig, seq_len: int) -> float:
+    if attention.mask == "bidirectional" and attention.sliding_window is None:
         return seq_len
-    window = min(seq_len, layer.attention.sliding_window or seq_len)
+    window = min(seq_len, attention.sliding_window or seq_len)
     before = window * (window + 1) // 2 + (seq_len - window) * window
     # With as many tokens after a query as before it, the query itself counts once.
-    seen = 2 * before - seq_len if layer.attention.mask == "bidirectional" else before
+    seen = 2 * before - seq_len if attention.mask == "bidirectional" else before
     return seen / seq_len

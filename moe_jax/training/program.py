@@ -104,6 +104,7 @@ def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = No
     mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
     check_batch_divides(mesh.shape, recipe.train.batch_size, recipe.train.accumulation)
     check_sequence_divides(mesh.shape, recipe.data.seq_len)
+    config.check_whole_sequences(mesh.shape["sequence"])
     return mesh
 
 

@@ -7,7 +7,7 @@ from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.rope_keys import read_rope, write_rope
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RecurrentConfig, RopeConfig
 from moe_jax.models.config import check_num_layers
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def read_decoder(
         d_model=config.required_integer("hidden_size"),
         max_positions=max_positions,
         layers=tuple(layers),
-        rope=rope or read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.rope_dim),
+        rope=rope or read_rope(config, max_positions=max_positions, head_dim=_rotated_width(layers)),
         norm=norm,
         norm_eps=config.required_number(eps),
         tie_embeddings=config.flag("tie_word_embeddings"),
@@ -133,6 +133,10 @@ def read_decoder(
         foreign=config.unread_keys(),
         **kwargs,
     )
+
+
+def _rotated_width(layers: Sequence[LayerConfig]) -> int:
+    return next(layer.softmax_attention.rope_dim for layer in layers if not layer.is_recurrent)
 
 
 def read_eos(config: HFConfig, vocab_size: int) -> tuple[int, ...]:
@@ -153,7 +157,10 @@ def repeat_layers(config: HFConfig, attention: AttentionConfig, mlp: FFNConfig |
 
 
 def mixed_layers(
-    config: HFConfig, attention: Sequence[AttentionConfig], moes: Collection[int], read_moe: Callable[[], MoEConfig]
+    config: HFConfig,
+    attention: Sequence[AttentionConfig | RecurrentConfig],
+    moes: Collection[int],
+    read_moe: Callable[[], MoEConfig],
 ) -> list[LayerConfig]:
     """Returns layers with the given attention, of which those with the indices `moes` have an MoE, and others an FFN.
 
@@ -196,10 +203,10 @@ def num_layers(config: HFConfig) -> int:
 
 def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
     """Writes the keys that `read_decoder` and `read_attention` read."""
-    heads, kv_heads, width = same_in_all_layers(
+    heads, kv_heads, width = same_attention(
         config,
         "choice of heads (query, key-value, width)",
-        lambda layer: (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim),
+        lambda attention: (attention.num_heads, attention.num_kv_heads, attention.head_dim),
     )
     return {
         "vocab_size": config.vocab_size,
@@ -264,7 +271,7 @@ def write_activation(ffn: FFNConfig) -> str:
 
 def write_biases(config: ModelConfig, key: str = "attention_bias", what: str = "attention bias") -> dict[str, Any]:
     """Writes the key that `read_biases` reads; `what` is the name for messages."""
-    return {key: same_in_all_layers(config, what, lambda layer: bool(layer.attention.biases))}
+    return {key: same_attention(config, what, lambda attention: bool(attention.biases))}
 
 
 def same_in_all_layers(
@@ -284,6 +291,11 @@ def same_in_all_layers(
                 f"but layer {indices[0]} has {first} and layer {i} has {here}"
             )
     return first
+
+
+def same_attention(config: ModelConfig, what: str, get: Callable[[AttentionConfig], T]) -> T:
+    """Returns the one value of `get(attention)` over all layers that have attention; see `same_in_all_layers`."""
+    return same_in_all_layers(config, what, lambda layer: get(layer.softmax_attention), among=config.softmax_layers)
 
 
 def dense_ffn(config: ModelConfig) -> FFNConfig:

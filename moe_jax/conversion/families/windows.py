@@ -5,7 +5,7 @@ from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.families.usual import num_layers, read_attention, same_in_all_layers
+from moe_jax.conversion.families.usual import num_layers, read_attention, same_attention
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ModelConfig, RopeConfig
 
@@ -87,14 +87,12 @@ def read_ropes(config: HFConfig, thetas: Mapping[str, str]) -> dict[str, RopeCon
 
 def write_window(config: ModelConfig) -> dict[str, Any]:
     """Writes the sliding window of families in which all layers have it or none."""
-    return {
-        "sliding_window": same_in_all_layers(config, "sliding window", lambda layer: layer.attention.sliding_window)
-    }
+    return {"sliding_window": same_attention(config, "sliding window", lambda attention: attention.sliding_window)}
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
     """Writes the type of every layer, and the window of those that have one, which must be of one width."""
-    windows = [layer.attention.sliding_window for layer in config.layers]
+    windows = [layer.softmax_attention.sliding_window for layer in config.layers]
     used = {window for window in windows if window is not None}
     if len(used) > 1:
         raise InputError(f"the format of {config.family!r} has one sliding window, the layers have {sorted(used)}")

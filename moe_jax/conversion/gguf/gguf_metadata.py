@@ -45,7 +45,7 @@ def described(config: ModelConfig) -> Described:
       InputError: if there is no architecture for its family, or llama.cpp would not read such a model in it.
     """
     name, architecture = architecture_for(config)
-    attention, notes = config.layers[0].attention, []
+    attention, notes = config.layers[0].softmax_attention, []
     if architecture.square_heads and attention.num_heads * attention.head_dim != config.d_model:
         raise InputError(
             f"llama.cpp reads no models of {name!r} whose heads are {attention.num_heads} x {attention.head_dim} and "
@@ -73,7 +73,7 @@ def _metadata_of(
     config: ModelConfig, name: str, architecture: Architecture
 ) -> tuple[dict[str, Any], np.ndarray | None]:
     keys = write_hf_config(config)
-    attention = config.layers[0].attention
+    attention = config.layers[0].softmax_attention
     # Of models with experts alone, no config.json says the width of an FFN, and llama.cpp reads one all the same.
     keys.setdefault("intermediate_size", keys.get("moe_intermediate_size"))
     found = {key: keys[theirs] for key, theirs in (KEYS | dict(architecture.keys)).items()}
@@ -106,7 +106,7 @@ def check_read_back(described: Described, tensors: Mapping[str, tuple[int, ...]]
     ours = dataclasses.replace(
         config,
         norm_eps=as_stored(config.norm_eps),
-        rope=_stored_rope(config.rope, config.layers[0].attention.head_dim),
+        rope=_stored_rope(config.rope, config.layers[0].softmax_attention.head_dim),
         # They stand beside the tokenizer.
         bos_id=None,
         eos_ids=(),
@@ -174,7 +174,7 @@ def row_orders(config: ModelConfig, architecture: Architecture) -> dict[str, np.
     """
     orders: dict[str, np.ndarray] = {}
     for i, layer in enumerate(config.layers if architecture.interleaved else ()):
-        attention = layer.attention
+        attention = layer.softmax_attention
         for which, heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)):
             rows = np.arange(heads * attention.head_dim).reshape(heads, 2, attention.head_dim // 2)
             order = rows.swapaxes(1, 2).reshape(-1)

@@ -62,7 +62,7 @@ class GGUFModel(CheckpointSource):
             raise InputError("quantised tensors of GGUF files need the package gguf: pip install 'moe-jax[gguf]'")
         tensors = {name: self._architecture.in_table(name, entry) for name, entry in self._tensors.items()}
         for i, layer in enumerate(self.config.layers if self._architecture.interleaved else ()):
-            for which, heads in (("q", layer.attention.num_heads), ("k", layer.attention.num_kv_heads)):
+            for which, heads in (("q", layer.softmax_attention.num_heads), ("k", layer.softmax_attention.num_kv_heads)):
                 for name in (f"blk.{i}.attn_{which}.weight", f"blk.{i}.attn_{which}.bias"):
                     if name in tensors:
                         tensors[name] = tensors[name]._replace(interleaved=heads)

@@ -157,7 +157,7 @@ def _widest(tensors: Iterable[Planned]) -> np.dtype:
 
 
 def _facts(config: ModelConfig) -> Facts:
-    attention = config.layers[0].attention
+    attention = config.layers[0].softmax_attention
     return Facts(
         num_layers=config.num_layers,
         num_experts=config.moe(config.moe_layers[0]).num_experts if config.moe_layers else 0,

@@ -153,7 +153,8 @@ def _read_moe(config: HFConfig) -> MoEConfig:
 def _write_cohere2_moe(config: ModelConfig) -> dict[str, Any]:
     dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
     forced = any(
-        config.layers[i].attention.sliding_window is None and config.layers[i].attention.rope is None for i in dense
+        config.layers[i].softmax_attention.sliding_window is None and config.layers[i].softmax_attention.rope is None
+        for i in dense
     )
     keys = _write(config, eps="rms_norm_eps" if config.norm == "rms" else "layer_norm_eps")
     keys |= {**write_sparse(config), _PREFIX: 1 if forced else 2}

@@ -126,8 +126,8 @@ def _read_scale(config: HFConfig) -> float:
 
 def _write_scale(config: ModelConfig) -> dict[str, Any]:
     """Returns the key that `_read_scale` reads: an integer, as in all checkpoints, if one gives exactly this scale."""
-    scale, head_dim = usual.same_in_all_layers(
-        config, "scale of scores", lambda layer: (layer.attention.scale, layer.attention.head_dim)
+    scale, head_dim = usual.same_attention(
+        config, "scale of scores", lambda attention: (attention.scale, attention.head_dim)
     )
     scalar = head_dim if scale is None else scale**-2
     nearest = round(scalar)
@@ -151,7 +151,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     caps = "soft cap on scores"
     return {
         **_write_four_norms(config),
-        "attn_logit_softcapping": usual.same_in_all_layers(config, caps, lambda layer: layer.attention.score_soft_cap),
+        "attn_logit_softcapping": usual.same_attention(config, caps, lambda attention: attention.score_soft_cap),
         "final_logit_softcapping": config.logit_soft_cap,
         **write_layer_types(config),
     }

@@ -45,7 +45,7 @@ def _read_factor(config: HFConfig, key: str) -> float:
 
 
 def _write_factors(config: ModelConfig) -> dict[str, Any]:
-    scale = usual.same_in_all_layers(config, "scale of scores", lambda layer: layer.attention.score_scale)
+    scale = usual.same_attention(config, "scale of scores", lambda attention: attention.score_scale)
     residual = usual.same_in_all_layers(config, "scale of what is added", lambda layer: layer.residual_scale)
     values = (config.embed_scale, scale, residual, _inverse(config.logit_scale))
     return dict(zip(_FACTORS, values, strict=True))

@@ -122,7 +122,7 @@ def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
         **usual.write_ffn(moe.expert),
         **usual.write_moe(moe),
         **usual.write_biases(config),
-        "clip_qkv": usual.same_in_all_layers(config, "clip_qkv", lambda layer: layer.attention.clip_qkv),
+        "clip_qkv": usual.same_attention(config, "clip_qkv", lambda attention: attention.clip_qkv),
     }
 
 

@@ -62,8 +62,8 @@ def _read_ffn(config: HFConfig, *, bias: bool) -> FFNConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = usual.dense_ffn(config)
-    heads, width = usual.same_in_all_layers(
-        config, "choice of heads (query, width)", lambda layer: (layer.attention.num_heads, layer.attention.head_dim)
+    heads, width = usual.same_attention(
+        config, "choice of heads (query, width)", lambda attention: (attention.num_heads, attention.head_dim)
     )
     return {
         "vocab_size": config.vocab_size,

@@ -60,7 +60,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         **usual.write_dense(config),
         **usual.write_biases(config),
         "mlp_bias": config.ffn(0).bias,
-        "no_rope_layers": [int(layer.attention.rope is None) for layer in config.layers],
+        "no_rope_layers": [int(layer.softmax_attention.rope is None) for layer in config.layers],
         **windows,
     }
 

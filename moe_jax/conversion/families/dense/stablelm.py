@@ -34,7 +34,7 @@ def _write_stablelm(config: ModelConfig) -> dict[str, Any]:
         # Written even if the whole head is rotated: the default is a quarter.
         "partial_rotary_factor": config.rope.fraction,
         **usual.write_biases(config, "use_qkv_bias"),
-        "qk_layernorm": usual.same_in_all_layers(config, "q/k norm", lambda layer: layer.attention.qk_norm) != "none",
+        "qk_layernorm": usual.same_attention(config, "q/k norm", lambda attention: attention.qk_norm) != "none",
         "use_parallel_residual": usual.same_in_all_layers(
             config, "order of attention and FFN", lambda layer: layer.parallel
         ),

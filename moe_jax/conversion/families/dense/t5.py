@@ -145,10 +145,10 @@ def _write_encoder_decoder(config: ModelConfig) -> dict[str, Any]:
     """Writes the keys that `_read_encoder_decoder` and `_read_lengths` read."""
     if not config.has_encoder:
         raise InputError(f"the format of {config.family!r} holds models with an encoder and a decoder, and no others")
-    heads, width, bias = usual.same_in_all_layers(
+    heads, width, bias = usual.same_attention(
         config,
         "choice of heads (number, width) and relative biases",
-        lambda layer: (layer.attention.num_heads, layer.attention.head_dim, layer.attention.relative_bias),
+        lambda attention: (attention.num_heads, attention.head_dim, attention.relative_bias),
     )
     if bias is None:
         raise InputError(f"the format of {config.family!r} has relative biases, and this model has none")

@@ -214,7 +214,7 @@ def _read_v3(config: HFConfig, family: str = "deepseek_v3") -> ModelConfig:
 
 
 def _write_v3(config: ModelConfig) -> dict[str, Any]:
-    latent = config.layers[0].attention.latent
+    latent = config.layers[0].softmax_attention.latent
     keys = write_latent_decoder(config) | _write_layers(config)
     keys |= {"rope_interleave": latent is not None and latent.interleaved, "num_nextn_predict_layers": 0}
     if config.moe_layers:

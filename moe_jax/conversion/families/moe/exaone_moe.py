@@ -51,7 +51,7 @@ def _read(config: HFConfig) -> ModelConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    rotates_all = all(layer.attention.rope is None for layer in config.layers)
+    rotates_all = all(layer.softmax_attention.rope is None for layer in config.layers)
     types = write_layer_types(config)
     return {
         **usual.write_decoder(config),

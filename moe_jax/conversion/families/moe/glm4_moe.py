@@ -48,7 +48,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         # Left out, it would mean one half, and not the whole head as in other families.
         "partial_rotary_factor": config.rope.fraction,
         **usual.write_biases(config, what="q/k/v bias"),
-        "use_qk_norm": usual.same_in_all_layers(config, "q/k norm", lambda layer: layer.attention.qk_norm) != "none",
+        "use_qk_norm": usual.same_attention(config, "q/k norm", lambda attention: attention.qk_norm) != "none",
         **write_first_dense(config),
         **write_moe_layers(config),
         **write_balanced(config),
@@ -101,7 +101,7 @@ def _read_lite(config: HFConfig) -> ModelConfig:
 
 
 def _write_lite(config: ModelConfig) -> dict[str, Any]:
-    latent = config.layers[0].attention.latent
+    latent = config.layers[0].softmax_attention.latent
     return {
         **write_latent_decoder(config),
         "rope_interleave": latent is not None and latent.interleaved,

@@ -71,7 +71,7 @@ def _scale(config: HFConfig, attention: AttentionConfig, rope: RopeConfig) -> fl
 
 def write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
     """Returns the keys that `read_decoder` and `read_latent_attention` read."""
-    attention = usual.same_in_all_layers(config, "attention", lambda layer: layer.attention)
+    attention = usual.same_attention(config, "attention", lambda attention: attention)
     latent = attention.latent
     if latent is None:
         raise InputError(f"the format of {config.family!r} has latent attention only")

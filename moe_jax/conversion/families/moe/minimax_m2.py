@@ -55,7 +55,7 @@ def _read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    moe, head_dim = usual.uniform_moe(config), config.layers[0].attention.head_dim
+    moe, head_dim = usual.uniform_moe(config), config.layers[0].softmax_attention.head_dim
     width = round(head_dim * config.rope.fraction)
     return {
         **usual.write_decoder(config),

@@ -59,8 +59,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "image_size": [side, side],
         "intermediate_size": usual.dense_ffn(config).dim,
         "norm_type": next((name for name, ours in _NORMS.items() if ours == config.norm), config.norm),
-        "attention_bias": "q" in layer.attention.biases,
-        "use_qk_norm": layer.attention.qk_norm != "none",
+        "attention_bias": "q" in layer.softmax_attention.biases,
+        "use_qk_norm": layer.softmax_attention.qk_norm != "none",
         "use_mean_pooling": not (config.final_norm or patches.pooled_norm),
         # A token that stands for hidden patches in training is left out.
         "use_mask_token": False,

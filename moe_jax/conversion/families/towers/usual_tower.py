@@ -101,7 +101,7 @@ def write_tower(config: ModelConfig) -> dict[str, Any]:
     return {
         "hidden_size": config.d_model,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": layer.attention.num_heads,
+        "num_attention_heads": layer.softmax_attention.num_heads,
         "patch_size": patches.size,
         "image_size": size,
         "num_channels": patches.channels,

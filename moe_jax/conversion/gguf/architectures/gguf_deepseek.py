@@ -115,7 +115,7 @@ def _metadata(config: ModelConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attention_of(config: ModelConfig) -> tuple[AttentionConfig, LatentConfig]:
-    attention = config.layers[0].attention
+    attention = config.layers[0].softmax_attention
     assert attention.latent is not None, "the families have latent attention only"
     return attention, attention.latent
 

@@ -1,0 +1,1 @@
+"""Pure functions of layers that carry a state from token to token."""

@@ -1,0 +1,161 @@
+"""Descriptions of layers that carry a state from token to token, in the place of attention."""
+
+import abc
+import dataclasses
+import math
+from typing import ClassVar, NamedTuple
+
+from moe_jax.core.errors import InputError, check_number, check_positive
+from moe_jax.core.formatting import short_repr
+from moe_jax.experts.shapes import LoRAConfig
+
+
+class Carried(NamedTuple):
+    """Everything that a row carries from one token to the next through a layer, however long it is.
+
+    Attributes:
+      window: number of tokens before the present one that the short convolutions see; 0: there are none.
+      channels: width of every short convolution.
+      state: shape of the state, which is float32; None: there is none.
+    """
+
+    window: int
+    channels: tuple[int, ...]
+    state: tuple[int, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(abc.ABC):
+    """A branch of a layer that stands where attention does, and whose cache does not grow with the row.
+
+    Every kind is a subclass: its numbers, its linear maps and what it carries. Its module is in `nn.recurrent`.
+
+    Attributes:
+      nf4: the kernels are kept as NF4 codes and frozen, but for those that `kept_whole` names.
+      lora: beside the kernels of any of the `projections`.
+    """
+
+    nf4: bool = False
+    lora: LoRAConfig | None = None
+
+    mask: ClassVar[str] = "causal"
+    relative_bias: ClassVar[None] = None
+    biases: ClassVar[tuple[str, ...]] = ()
+    kept_whole: ClassVar[tuple[str, ...]] = ()
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if self.lora is not None:
+            self.lora.check_targets(self.projections)
+
+    @property
+    @abc.abstractmethod
+    def projections(self) -> tuple[str, ...]:
+        """Names of the linear maps."""
+
+    @abc.abstractmethod
+    def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
+        """Returns the shapes [in, out] of the kernels of all projections, for activations of width `d_model`."""
+
+    @property
+    @abc.abstractmethod
+    def carried(self) -> Carried:
+        """What a cache of the layer holds."""
+
+    @property
+    @abc.abstractmethod
+    def num_splits(self) -> int:
+        """The largest number of parts, each with heads of its own, that `tensor` may split the layer into."""
+
+    @property
+    @abc.abstractmethod
+    def token_flops(self) -> int:
+        """Floating-point operations that a token takes beside its projections, forward."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Returns the branch in words."""
+
+    def _extra_words(self) -> list[str]:
+        return ["NF4"] * self.nf4 + ([] if self.lora is None else [self.lora.describe()])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaRuleConfig(RecurrentConfig):
+    """The gated delta rule of one layer (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next, Qwen3.5).
+
+    Every head has a state, a matrix from keys to values. A token lets it decay, and replaces, by the share `beta`, what
+    it returns for the token's key by the token's value; the query reads it. Before that, queries, keys and values pass
+    a short causal convolution each; after it, the result of a head is normed and gated.
+
+        >>> rule = moe_jax.DeltaRuleConfig(num_heads=4, num_key_heads=2, key_dim=8, value_dim=16)
+        >>> rule.shapes(32)["v"], rule.carried.state
+        ((32, 64), (4, 8, 16))
+
+    Attributes:
+      num_heads: heads H, each with a state, and with values, gate, share and decay of its own.
+      num_key_heads: heads of queries and keys, a divisor of H; consecutive heads share one.
+      key_dim: width of a head's queries and keys.
+      value_dim: width of a head's values.
+      conv_width: tokens that the convolutions see, the present one included.
+      norm_eps: epsilon of the norm of a head's result.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    norm_eps: float = 1e-6
+
+    # A few columns that decide how long everything is remembered.
+    kept_whole: ClassVar[tuple[str, ...]] = ("beta", "decay")
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "num_heads", "num_key_heads", "key_dim", "value_dim", "conv_width")
+        check_number(self, "norm_eps", at_least=0)
+        if self.num_heads % self.num_key_heads:
+            raise InputError(f"num_heads={self.num_heads} is not a multiple of num_key_heads={self.num_key_heads}")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the linear maps."""
+        return ("q", "k", "v", "gate", "beta", "decay", "o")
+
+    def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
+        """Returns the shapes [in, out] of the kernels of all projections, for activations of width `d_model`."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        widths = {"q": keys, "k": keys, "v": values, "gate": values, "beta": self.num_heads, "decay": self.num_heads}
+        return {name: (d_model, width) for name, width in widths.items()} | {"o": (values, d_model)}
+
+    @property
+    def carried(self) -> Carried:
+        """What a cache of the layer holds: the last inputs of the convolutions, and a matrix for each head."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        return Carried(self.conv_width - 1, (keys, keys, values), (self.num_heads, self.key_dim, self.value_dim))
+
+    @property
+    def num_splits(self) -> int:
+        """The number of heads of keys, with each of which go the same number of states."""
+        return self.num_key_heads
+
+    @property
+    def token_flops(self) -> int:
+        """Operations of a token: its key reads a state, which is changed, its query reads it; and convolutions."""
+        _, channels, state = self.carried
+        assert state is not None
+        return 6 * math.prod(state) + 2 * self.conv_width * sum(channels)
+
+    def describe(self) -> str:
+        """Returns the branch in words: `gated delta rule of 32 heads of 128 x 128, 16 of keys`."""
+        words = [f"gated delta rule of {self.num_heads} heads of {self.key_dim} x {self.value_dim}"]
+        words += [f"{self.num_key_heads} of keys"] * (self.num_key_heads != self.num_heads)
+        return ", ".join([*words, *self._extra_words()])
+
+
+RECURRENT: dict[str, type[RecurrentConfig]] = {"delta_rule": DeltaRuleConfig}
+"""The kinds of recurrent layers, by the keys under which a model directory has their configs."""
