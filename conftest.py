@@ -51,6 +51,8 @@ gc.set_threshold(100_000, 20, 100)
 MAX_COMPILED_BYTES = 500_000_000
 LIBC = ctypes.CDLL(None)
 STATM = pathlib.Path("/proc/self/statm")  # Linux
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_REGIONS = 30_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,12 +110,17 @@ def max_resident_bytes() -> float:
     return memory / 2 / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 
 
+def mapped_regions() -> int:
+    """Every program has some: Linux refuses more than 65,530, and a worker that asks for the next one dies."""
+    return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten():
     """Compiled programs would otherwise pile up to several GB per process."""
     yield
     resident = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else math.inf
-    if resident > max_resident_bytes():
+    if resident > max_resident_bytes() or mapped_regions() > MOST_REGIONS:
         jax.clear_caches()
         gc.collect()
         if hasattr(LIBC, "malloc_trim"):  # otherwise what was freed stays resident, and every module forgets again

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +39,13 @@ from evidence.studies.verdicts import effect
 from moe_jax.commands.environment import ask_for_huge_pages, keep_compiled_programs
 from moe_jax.compression.calibration.recording import sample_windows
 from moe_jax.conversion.gguf.gguf_types import FILE_TYPES
+from moe_jax.conversion.gguf.imatrix import read_imatrix
 
 EXPERTS, TOP_K, LENGTH, BATCH = 4, 2, 256, 4
 CALIBRATED, CHARACTERS, GROUP = 96, 100_000, 64
 WINDOWS, PROMPTS, PROMPT, NEW_TOKENS = 16, 8, 32, 32  # windows and prompts of each domain
 WHOLE = "bfloat16"
+IMATRIX = "imatrix.gguf"  # what the calibrated file was made with
 WORKER = Path(__file__).parent / "evidence" / "llm_compressor_worker.py"
 
 
@@ -116,17 +118,37 @@ def k_quants(task: Task, target: Path) -> str:
 
 def calibrated_k_quants(task: Task, target: Path) -> str:
     text = {"calibrate": task.text, "samples": CALIBRATED, "seq_len": LENGTH}
-    moe_jax.export(task.gguf, target, format="gguf", gguf_type="Q4_K_M", **text)
+    imatrix = target.with_name(IMATRIX)
+    imatrix.unlink(missing_ok=True)
+    moe_jax.export(task.gguf, target, format="gguf", gguf_type="Q4_K_M", save_imatrix=imatrix, **text)
     return ""
 
 
 def llama_cpp(task: Task, target: Path) -> str:
+    return llama_quantized(task.gguf, target, {})
+
+
+def llama_cpp_by_importance(task: Task, target: Path) -> str:
+    from gguf import GGUFReader
+
+    shapes = {tensor.name: tuple(map(int, tensor.shape[::-1])) for tensor in GGUFReader(task.gguf).tensors}
+    return llama_quantized(task.gguf, target, read_imatrix(target.with_name(IMATRIX), shapes))
+
+
+def llama_quantized(gguf: Path, target: Path, importance: Mapping[str, np.ndarray]) -> str:
+    """Has llama.cpp make Q4_K_M; `importance` is that of inputs, Float32[experts, in], by the name of the tensor."""
     import llama_cpp
 
     given = llama_cpp.llama_model_quantize_default_params()
     given.ftype = FILE_TYPES["Q4_K_M"]
-    if llama_cpp.llama_model_quantize(str(task.gguf).encode(), str(target).encode(), ctypes.byref(given)):
-        raise SystemExit(f"llama.cpp did not quantise {task.gguf}")
+    kept = {name: np.ascontiguousarray(values, np.float32) for name, values in importance.items()}
+    if kept:
+        Entry = llama_cpp.llama_cpp.llama_model_imatrix_data
+        numbers = ctypes.POINTER(ctypes.c_float)
+        rows = [Entry(name.encode(), values.ctypes.data_as(numbers), values.size) for name, values in kept.items()]
+        given.imatrix = (Entry * (len(rows) + 1))(*rows)  # an entry without a name ends it
+    if llama_cpp.llama_model_quantize(str(gguf).encode(), str(target).encode(), ctypes.byref(given)):
+        raise SystemExit(f"llama.cpp did not quantise {gguf}")
     return f"llama-cpp-python {llama_cpp.__version__}"
 
 
@@ -137,6 +159,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Task, Path], str]]] = {
     "Q4_K_M": ("ours.gguf", k_quants),
     "Q4_K_M, calibrated": ("calibrated.gguf", calibrated_k_quants),
     "Q4_K_M of llama.cpp": ("theirs.gguf", llama_cpp),
+    "Q4_K_M of llama.cpp, by the same importance": ("theirs-calibrated.gguf", llama_cpp_by_importance),
 }
 """By label: the name of what is written, and what writes it and says with which version of which tool."""
 

@@ -5,7 +5,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, cast, overload
@@ -33,6 +33,7 @@ from moe_jax.compression.calibration.recording import (
     DEFAULT_SAMPLES,
     FORMAT,
     Calibration,
+    LayerCalibration,
     is_complete,
     read_layer,
     read_sensitivities,
@@ -43,6 +44,7 @@ from moe_jax.compression.calibration.recording import (
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
+from moe_jax.conversion.gguf.expert_importance import read_expert_importance
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
@@ -164,6 +166,8 @@ def _opened(
             check_before_calibration(source, method, indices, extended=spec.extended)
         needed = any(method.needs_sensitivities for method in methods)
         calibration = _calibration(model, stored, spec, sensitivities=needed)
+    elif spec.imatrix is not None:
+        calibration = _of_imatrix(spec.imatrix, source, indices)
     shared = {"base": base, "extended": spec.extended, "layers": layers, "calibration": calibration}
     return source, shared, spec.described(layers)
 
@@ -207,6 +211,18 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
 
     place = first_decides(make)
     return kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers, gradients=spec.gradients)
+
+
+def _of_imatrix(file: str | os.PathLike[str], source: ModelSource, layers: Iterable[int]) -> Calibration:
+    """Returns what an imatrix file says of the experts of these layers."""
+    importance = read_expert_importance(file, source, layers)
+    for layer, own in importance.items():
+        if (found := len(own["inputs"])) != (experts := source.config.moe(layer).bank_experts):
+            raise InputError(
+                f"{file} knows {found} experts in layer {layer}, the model has {experts}: it is of another"
+            )
+    found = {layer: LayerCalibration(None, squares=own) for layer, own in importance.items()}
+    return Calibration(as_path(file), found)
 
 
 def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:

@@ -109,6 +109,7 @@ GROUPS = {
     "what a method measures or begins with": (
         "base",
         "calibrate",
+        "imatrix",
         "samples",
         "calibration_seed",
         "gradients",

@@ -68,6 +68,11 @@ class SourceLayer:
         """The inputs of its bank on the calibration text; None: not known."""
         return None if self.calibration is None else self.calibration.rows
 
+    @property
+    def knows_inputs(self) -> bool:
+        """Whether it is known which inputs of its experts count most: by rows, or by sums over those of an imatrix."""
+        return self.calibration is not None and (self.rows is not None or self.calibration.squares is not None)
+
     def target(self, bank: BankConfig) -> MoEConfig:
         """The layer with its experts, all `num_experts` of them, in another bank."""
         bank = dataclasses.replace(bank, train_base=self.moe.bank.train_base)

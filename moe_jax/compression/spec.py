@@ -208,6 +208,10 @@ class CompressSpec(Spec):
     sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least. Without
     it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing.
     A file of JSON or a table has rows as training data has, with pictures for a model that sees."""
+    imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "the text says it, if any", Path | None)] = None
+    """In place of `calibrate`: what llama.cpp's llama-imatrix measured on this model. Methods that change what outputs
+    lose least then know how large the inputs of every expert are, though not which of them go together; those that look
+    at outputs can do nothing."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows, or rows, that are drawn of the text."""
     calibration_seed: Annotated[int | None, Shown("N", "0")] = None
@@ -240,6 +244,11 @@ class CompressSpec(Spec):
         if unused and self.calibrate is None:
             raise InputError(f"{', '.join(unused)}: only with --calibrate")
         check_positive(self, "samples", "batch_size")
+        if self.imatrix is not None and (self.calibrate is not None or self.extended):
+            raise InputError(
+                "--imatrix goes neither with --extended, for its file says nothing of that FFN, nor with --calibrate, "
+                "which says more"
+            )
         if self.calibration_seed is not None and self.calibration_seed < 0:
             raise InputError(f"calibration_seed={self.calibration_seed} must not be negative")
         if self.seq_len is not None:
@@ -302,6 +311,8 @@ class CompressSpec(Spec):
         described: dict[str, Any] = {"base": base, "extended": self.extended, "layers": layers}
         if self.dtype is not None:
             described["dtype"] = self.dtype
+        if self.imatrix is not None:
+            described["imatrix"] = str(self.imatrix)
         if self.calibrate is not None:
             described |= {"calibrate": str(self.calibrate), "seq_len": self.seq_len, "samples": self.samples}
             described |= {"calibration_seed": self.calibration_seed} | ({"gradients": True} if self.gradients else {})

@@ -103,6 +103,7 @@ def export(
         for line in (
             packing.said(source, None if spec.calibrate is None else str(spec.calibrate)),
             *packing.container.notes(packing.encoders, _main_dtype(specs)),
+            *packing.doubts(mapped),
         ):
             console.print(line, soft_wrap=True)
     if grown := _growth(source, sizes, packed=packing is not None):

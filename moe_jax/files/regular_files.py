@@ -3,6 +3,7 @@
 A path that somebody else wrote may be a pipe, which waits for ever, a device without an end, or a link to one.
 """
 
+import contextlib
 import dataclasses
 import math
 import mmap
@@ -289,7 +290,12 @@ def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _OWN_MEMORY:
         return np.empty(shape, dtype)
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8).view(dtype).reshape(shape)
+    # Private, for memory that processes share has no huge pages: filling it would cost a fault for every 4 KiB.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
 def _runs(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, list[int]]:

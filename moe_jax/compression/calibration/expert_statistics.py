@@ -73,10 +73,16 @@ Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarr
 def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]:
     """Yields the second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens.
 
+    Of a layer of which only squares are known, their means are on the diagonal, and all else is zero.
+
     They are read-only: those that take little memory are kept with the layer, for every matrix and every centre asks
     for them anew.
     """
-    rows = layer.rows
+    assert layer.calibration is not None
+    rows, known = layer.rows, layer.calibration.squares
+    if known is not None:
+        yield from map(np.diag, known["hidden" if name == "down" else "inputs"])
+        return
     assert rows is not None
     of_what, size = ("hidden", layer.moe.expert.dim) if name == "down" else ("inputs", rows.inputs.shape[1])
     if of_what in layer.moments:

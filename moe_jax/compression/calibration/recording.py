@@ -50,9 +50,11 @@ class LayerRows(NamedTuple):
 class LayerCalibration(NamedTuple):
     """Calibration data of one layer."""
 
-    statistics: RouterStatistics  # of its router
+    statistics: RouterStatistics | None  # of its router; None: not known
     rows: LayerRows | None = None  # inputs of its bank; None: only the router was recorded
     sensitivities: Mapping[str, float] | None = None  # of every matrix, see `sensitivities`; None: not measured
+    # Without rows: mean squares of the `inputs` Float32[E, d] of experts and their `hidden` activations Float32[E, f].
+    squares: Mapping[str, np.ndarray] | None = None
 
 
 NOT_YET_RECORDED = LayerCalibration(

@@ -188,7 +188,7 @@ def expert_coders(
     even: bool = False,
 ) -> Iterator[ExpertCoder]:
     """Yields the coder of a matrix for one expert after another, whose neurons may be in another order than stored."""
-    if layer.rows is None:
+    if not layer.knows_inputs:
         yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
         return
     for moment in _moments(layer, name, permutations):
@@ -204,7 +204,7 @@ def shared_base_coder(
     even: bool = False,
 ) -> ExpertCoder:
     """Returns the coder of a kernel that all experts share: with the sum of their moments, for all have its errors."""
-    if layer.rows is None:
+    if not layer.knows_inputs:
         return LeastError(even=even)
     every = _moments(layer, name, permutations)
     moment = next(every).copy()
@@ -217,7 +217,7 @@ def joint_moments(
     layer: SourceLayer, permutations: Int[np.ndarray, "E f"] | None = None
 ) -> Iterator[dict[str, Float[np.ndarray, "i i"]]]:
     """The second moments of all matrices of one expert after another, by name; none if it is not calibrated."""
-    if layer.rows is None:
+    if not layer.knows_inputs:
         yield from ({} for _ in range(layer.num_experts))
         return
     for of_inputs, of_hidden in zip(moments(layer, "up"), _moments(layer, "down", permutations), strict=True):

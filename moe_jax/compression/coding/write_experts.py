@@ -150,7 +150,7 @@ def _write_matrix(
         count = form.kept_entries(matrix) if isinstance(form, Encodable) else None
         if count is not None:
             start = np.broadcast_to(np.zeros((1, 1), np.float32) if base is None else base, matrix.shape)
-            importances = None if layer.rows is None else [coder.importances for coder in coders()]
+            importances = None if not layer.knows_inputs else [coder.importances for coder in coders()]
             pruned = prune(kernels, start, count, refit=refit and base is not None, importances=importances)
             masks, base = pruned.masks, None if base is None else pruned.centre
 
@@ -164,7 +164,7 @@ def _write_matrix(
 
     # A base in the model's dtype stays what it is, and one for entries that are kept or left out was refitted to these.
     # The codes of a calibrated layer are not those of least error, for which the mean would be the best base.
-    may_refit = refit and bank.base_codes is not None and _codes_all_entries(form, matrix) and layer.rows is None
+    may_refit = refit and bank.base_codes is not None and _codes_all_entries(form, matrix) and not layer.knows_inputs
     of_base = LeastError() if base is None else coder_of_base(name)
     coded = code_residuals(
         kernels,

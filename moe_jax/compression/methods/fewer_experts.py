@@ -125,7 +125,7 @@ class Merging(MergingOptions, Method):
             analysed=analysis["seconds"],
             # Such as `0 2 5 | 1 3 4`.
             choice=" | ".join(" ".join(map(str, np.flatnonzero(groups.of == g))) for g in range(len(groups.dominant))),
-            uniform_usage=layer.calibration is None,
+            uniform_usage=layer.calibration is None or layer.calibration.statistics is None,
             **found,
         )
 

@@ -198,6 +198,15 @@ class Packing:
             planned |= {encoder.name_of(name, ending): one for ending, one in made.items()}
         return planned
 
+    def doubts(self, mapped: Mapped) -> list[str]:
+        """Returns a line for every part that not all programs will read, with a tensor that is the reason."""
+        found: dict[str | None, str] = {}
+        for path, pieces in mapped.pieces.items():
+            encoder, piece = self.encoder_of(path), pieces[0]
+            if encoder is not None and (doubt := encoder.doubt((piece.shape[0], piece.shape[1]))) is not None:
+                found.setdefault(part_of(path), f"note: {piece.template}: {doubt}; Transformers and moe_jax read it")
+        return list(found.values())
+
     def tensors_of(self, path: str, piece: Piece) -> list[str]:
         """Returns the names of the tensors that a piece of a leaf is written as."""
         encoder = self.encoder_of(path)

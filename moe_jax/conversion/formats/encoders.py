@@ -104,6 +104,10 @@ class Encoder(abc.ABC):
           InputError: if the format has no such matrix.
         """
 
+    def doubt(self, shape: tuple[int, int]) -> str | None:
+        """Returns who cannot read a matrix [out, in] in this format, and why; None: all who know the format can."""
+        return None
+
     @abc.abstractmethod
     def encoded(self, matrix: np.ndarray, scales: np.dtype, moment: np.ndarray | None = None) -> Encoded:
         """Rounds a matrix, Float32[out, in], of finite numbers.
@@ -226,6 +230,12 @@ class FP8Blocks(FP8):
     activations = {
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True
     }  # fmt: skip
+
+    def doubt(self, shape: tuple[int, int]) -> str | None:
+        assert self.block is not None
+        if not any(size % side for size, side in zip(shape, self.block, strict=True)):
+            return None
+        return f"vLLM refuses {list(shape)} in blocks of {list(self.block)}, which do not divide it"
 
 
 class _FP4(Encoder):

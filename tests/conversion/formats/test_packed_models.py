@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import moe_jax
 from moe_jax.commands.cli import main
+from moe_jax.conversion.formats.encoders import ENCODERS
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, open_checkpoint
 from tests.support.numerics import logits_of
 from tests.support.quantized_checkpoints import plain_checkpoint
@@ -110,6 +111,14 @@ def test_numbers_that_transformers_decodes_to_another_dtype_are_noted(plain, tmp
     assert main(["export", str(plain("mixtral")), str(tmp_path / "codes"), *options, "--dry-run"]) == 0
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(said) == noted and all("--dtype bfloat16" in line for line in said)
+
+
+def test_blocks_that_vllm_refuses_are_named(plain, tmp_path, capfd):
+    options = ["--format", "compressed-tensors", "--bits", "fp8-block", "--dry-run"]
+    assert main(["export", str(plain("mixtral")), str(tmp_path / "codes"), *options]) == 0
+    (note,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("note: "))
+    assert "w1.weight: vLLM refuses [" in note
+    assert ENCODERS["fp8-block"]().doubt((256, 384)) is None
 
 
 @pytest.mark.parametrize(
