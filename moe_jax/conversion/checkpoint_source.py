@@ -209,7 +209,7 @@ class CheckpointSource(abc.ABC):
         shape = first.shape[::-1] if first.transpose else first.shape
         shape = shape if first.expert is None else (len(pieces), *shape)
         if ends := [piece.columns[1] for piece in pieces if piece.columns is not None]:
-            shape = (shape[0], max(ends))
+            shape = (*shape[:-1], max(ends))
         entries = [self.weights.tensors[piece.tensor] for piece in pieces]
         # Of experts that are in codes but for some, the codes are the ones that need float32.
         entry = next((entry for entry in entries if entry.is_quantized), entries[0])
@@ -264,7 +264,7 @@ class CheckpointSource(abc.ABC):
         as_stored = entry.strides is None and entry.interleaved is None and entry.coded is None and not entry.added
         as_stored = as_stored and not piece.turns
         if piece.columns is not None:
-            target, as_stored = target[:, slice(*piece.columns)], False
+            target, as_stored = target[..., slice(*piece.columns)], False
         if not piece.transpose and as_stored and target.dtype == DTYPES[entry.dtype]:
             self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
             return

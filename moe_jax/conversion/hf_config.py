@@ -52,7 +52,8 @@ def read_hf_config(
         return config
     for family in FAMILIES.values():
         if family.within is not None and family.within[0] == name:
-            return _read_part(data, family.within[1], ignored, model_type=family.name)
+            of_whole = {one: data[one] for one in family.of_whole if one in data}
+            return _read_part(data, family.within[1], ignored, more={**of_whole, "model_type": family.name})
     family = FAMILIES[name]
     if family.sees is not None:
         data = vision_format_named(family.sees).completed(data)
@@ -69,14 +70,16 @@ def read_hf_config(
 
 
 def _read_part(
-    data: Mapping[str, Any], key: str, ignored: Collection[str], *, model_type: str | None = None
+    data: Mapping[str, Any], key: str, ignored: Collection[str], *, more: Mapping[str, Any] = {}
 ) -> ModelConfig:
-    """Reads the config of a model that is a part of another one's, under a key of its config.json."""
+    """Reads the config of a model that is a part of another one's, under a key of its config.json, with `more` keys.
+
+    The part's own keys count before those, but for its `model_type`.
+    """
     part = data.get(key)
     if not isinstance(part, Mapping):
         raise InputError(f"config.json: {key!r} is {shown(part)}, expected the config of a model")
-    if model_type is not None:
-        part = {**part, "model_type": model_type}
+    part = {**more, **part, **{one: more[one] for one in ("model_type",) if one in more}}
     within = f"{key}."
     try:
         return read_hf_config(part, ignored=[one.removeprefix(within) for one in ignored if one.startswith(within)])

@@ -4,7 +4,7 @@ A table is a tuple of rows. A row maps a tensor of the Hugging Face checkpoint t
 
     Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
 
-`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are seven operations,
+`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are eight operations,
 and each works in both directions:
 
 - rename: always;
@@ -12,6 +12,7 @@ and each works in both directions:
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
 - join: a row with several leaves is a fused tensor, the leaves joined along the rows of the tensor;
 - interleave: or their columns take turns in it;
+- groups: or a group of columns of each, such as those of a head, before the next group;
 - reshape: a row with a `shape` has a tensor of other axes;
 - heads: a row with `heads` has a stack of some columns of every head, and the leaf is put together from several rows.
 
@@ -69,6 +70,8 @@ class Row:
         kernel of a convolution; None: it has the same.
       heads: the columns that the tensor has of every head of its one leaf; None: it has the whole leaf.
       interleaved: the leaves take turns along the tensor's last axis: the first column of each, then the second ones.
+      groups: number of groups of rows of the tensor, each of which has an equal part of every leaf, one leaf after the
+        other: the columns that belong to a head, or to some heads. A `Family` says it of its tensors.
     """
 
     tensor: str
@@ -81,6 +84,7 @@ class Row:
     shape: tuple[int, ...] | None = None
     heads: Heads | None = None
     interleaved: bool = False
+    groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +197,9 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
     if row.heads is not None:
         _apply_heads(row, row.heads, paths[0], i, leaves, mapped)
         return
+    if row.groups > 1:
+        _apply_groups(row, paths, i, leaves, mapped)
+        return
     shapes = [tuple(leaves[path].shape) for path in paths]
     is_stacked = "/experts/" in paths[0] or "{e}" in row.tensor
     experts: Iterable[int | None] = range(shapes[0][0]) if is_stacked else (None,)
@@ -224,6 +231,23 @@ def _apply_heads(row: Row, heads: Heads, path: str, i: int | None, leaves: Mappi
         filled = (first + heads.start, first + heads.stop)
         piece = Piece(name, head * math.prod(shape), shape, path, None, row.transpose, row.tensor, filled)
         mapped.pieces.setdefault(path, []).append(piece)
+
+
+def _apply_groups(row: Row, paths: list[str], i: int | None, leaves: Mapping[str, Any], mapped: Mapped) -> None:
+    """Adds the mapping of layer `i` by a row whose groups each have some columns of every leaf."""
+    name, offset = row.tensor.replace("{i}", str(i)), 0
+    shapes = [tuple(leaves[path].shape) for path in paths]
+    assert row.transpose or len(shapes[0]) == 1, row
+    mapped.tensors[name] = _tensor_shape(row, shapes, stacked=False)
+    for group in range(row.groups):
+        for path, (*lead, width) in zip(paths, shapes, strict=True):
+            assert width % row.groups == 0, (row, width)
+            part = width // row.groups
+            shape = _piece_shape((*lead, part), row.transpose)
+            filled = (group * part, (group + 1) * part)
+            piece = Piece(name, offset, shape, path, None, row.transpose, row.tensor, filled)
+            mapped.pieces.setdefault(path, []).append(piece)
+            offset += math.prod(shape)
 
 
 def _piece_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
@@ -305,7 +329,7 @@ def print_mapping(
 def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
     names = ["transpose"] if piece.transpose else []
     if piece.columns is not None:
-        return ", ".join([*names, "heads"])
+        return ", ".join([*names, "heads" if math.prod(tensor_shape[1:]) == math.prod(piece.shape) else "groups"])
     if math.prod(tensor_shape) == math.prod(piece.shape) and tensor_shape != piece.shape:
         return ", ".join([*names, "reshape"])
     if piece.expert is not None and len(tensor_shape) == len(piece.shape):

@@ -26,7 +26,12 @@ def random_model(file: ModuleType, name: str) -> Any:
     with torch.no_grad():
         for key, value in model.state_dict().items():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_(1 + 0.1 * noise if "norm" in key and not key.endswith("bias") else 0.15 * noise)
+            if "norm" in key and not key.endswith("bias"):
+                # What is added to a scale of 1 is small, or all norms would double what comes in.
+                is_centred = any(name in key for name in getattr(file, "ZERO_CENTRED", ()))
+                value.copy_((0 if is_centred else 1) + 0.1 * noise)
+            else:
+                value.copy_(0.15 * noise)
     return model.float().eval()
 
 

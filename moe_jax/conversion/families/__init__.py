@@ -1,7 +1,8 @@
 """Families of models. Every `Family` that a module of this folder, or of one in it, defines is found by itself.
 
 `dense/` has dense models and their relatives with experts, `moe/` those that are Mixtures-of-Experts from the first,
-and `towers/` image encoders; what most of them share stands beside these.
+`hybrid/` those of which some layers have a recurrence in the place of attention, and `towers/` image encoders; what
+most of them share stands beside these.
 """
 
 import importlib

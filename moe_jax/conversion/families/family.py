@@ -54,8 +54,12 @@ class Family:
       further: keys of config.json that say how many layers stand behind the last one, to predict tokens after the next.
         They are no part of the decoder, and are left out.
       shapes: of tensors that have other axes than their leaves, by name, for a model; see `table.Row`.
+      groups: number of groups of the tensors that have some columns of several leaves after each other, by name, for a
+        model; see `table.Row`.
       optional_prefix: stands before the names of all tensors in some checkpoints, and in others not.
+      other_names: beginnings of names of tensors that some checkpoints have, by what the table has in their place.
       within: the `model_type` of whole models that hold one of this family, and the key of its config there.
+      of_whole: keys that the config of such a whole may say, where that of the part does not.
       processing: of an image encoder, how pictures of a height and width are processed where no file says it.
       own_code: whether its code comes with its checkpoints, because Transformers has no class for it.
       names: of keys that are called otherwise than in the family that `read` is taken from, by their names there.
@@ -78,8 +82,11 @@ class Family:
     vocabulary: tuple[str, Callable[[Path], str]] | None = None
     further: tuple[str, ...] = ()
     shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
+    groups: Callable[[ModelConfig], Mapping[str, int]] = lambda config: {}
     optional_prefix: str = ""
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     within: tuple[str, str] | None = None
+    of_whole: tuple[str, ...] = ()
     processing: Callable[[int], ImageProcessing] | None = None
     own_code: bool = False
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -96,10 +103,10 @@ class Family:
     def table_of(self, config: ModelConfig) -> Table:
         """Returns the table for a model: with the head that it has, and the shapes of its tensors."""
         if config.num_classes is None:
-            shapes = self.shapes(config)
+            shapes, groups = self.shapes(config), self.groups(config)
             return tuple(
-                dataclasses.replace(one, shape=shapes[one.tensor])
-                if isinstance(one, Row) and one.tensor in shapes
+                dataclasses.replace(one, shape=shapes.get(one.tensor), groups=groups.get(one.tensor, 1))
+                if isinstance(one, Row) and (one.tensor in shapes or one.tensor in groups)
                 else one
                 for one in self.table
             )

@@ -7,7 +7,7 @@ from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.rope_keys import read_rope, write_rope
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RecurrentConfig, RopeConfig
 from moe_jax.models.config import check_num_layers
 
 T = TypeVar("T")
@@ -157,7 +157,10 @@ def repeat_layers(config: HFConfig, attention: AttentionConfig, mlp: FFNConfig |
 
 
 def mixed_layers(
-    config: HFConfig, attention: Sequence[AttentionConfig], moes: Collection[int], read_moe: Callable[[], MoEConfig]
+    config: HFConfig,
+    attention: Sequence[AttentionConfig | RecurrentConfig],
+    moes: Collection[int],
+    read_moe: Callable[[], MoEConfig],
 ) -> list[LayerConfig]:
     """Returns layers with the given attention, of which those with the indices `moes` have an MoE, and others an FFN.
 

@@ -292,7 +292,7 @@ class LeafWriting:
     def _write_rows(self, part: np.ndarray, piece: Piece, rows: tuple[int, int], dtype: np.dtype) -> None:
         """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
         start, stop = rows
-        part = part if piece.columns is None else part[:, slice(*piece.columns)]
+        part = part if piece.columns is None else part[..., slice(*piece.columns)]
         order = self.orders.get(piece.tensor)
         chosen = slice(start, stop) if order is None else order[start:stop]
         with np.errstate(all="ignore"):  # numbers that are not finite were found before, or are allowed

@@ -10,7 +10,7 @@ from moe_jax.conversion.families.family import SCORE, Family
 from moe_jax.conversion.families.windows import FULL, SLIDING, read_layer_types, write_layer_types, write_window
 from moe_jax.conversion.table import linear
 from moe_jax.core.errors import InputError
-from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, RecurrentConfig
 
 _DEFAULTS = {
     "hidden_act": "silu",
@@ -57,8 +57,8 @@ def _write_windows(config: ModelConfig) -> dict[str, Any]:
 # --- dense and MoE layers -------------------------------------------------------------------------
 
 
-def _read_layers(
-    config: HFConfig, attention: Sequence[AttentionConfig], *, shared_expert: str | None = None
+def read_sparse_layers(
+    config: HFConfig, attention: Sequence[AttentionConfig | RecurrentConfig], *, shared_expert: str | None = None
 ) -> list[LayerConfig]:
     """Reads layers with an MoE or an FFN; `shared_expert` is the key of the width of an expert that all tokens see."""
     step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
@@ -91,7 +91,7 @@ def _read_num_experts(config: HFConfig) -> int:
     return new
 
 
-def _write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
+def write_sparse_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
     def moe_keys(moe: MoEConfig) -> dict[str, Any]:
         shared = {} if shared_expert is None else {shared_expert: moe.universal_ffn.dim}
         return usual.write_moe(moe) | shared
@@ -147,7 +147,7 @@ QWEN3 = Family(
 
 # --- Qwen2-MoE: Qwen2 with a shared expert, weighted by the sigmoid of a linear map ---------------
 
-_SHARED_EXPERT = "shared_expert_intermediate_size"
+SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
 def _read_qwen2_moe(config: HFConfig) -> ModelConfig:
@@ -155,7 +155,7 @@ def _read_qwen2_moe(config: HFConfig) -> ModelConfig:
     # Unlike in Qwen2, windows are in every second layer, and below `max_window_layers`.
     windows = _read_windows(config, slides=lambda i, limit: i % 2 == 0 and i < limit)
     attention = [usual.read_attention(config, biases=biases, sliding_window=window) for window in windows]
-    return usual.read_decoder(config, "qwen2_moe", _read_layers(config, attention, shared_expert=_SHARED_EXPERT))
+    return usual.read_decoder(config, "qwen2_moe", read_sparse_layers(config, attention, shared_expert=SHARED_EXPERT))
 
 
 def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
         **usual.write_decoder(config),
         **usual.write_biases(config, "qkv_bias", "q/k/v bias"),
         **_write_windows(config),
-        **_write_layers(config, shared_expert=_SHARED_EXPERT),
+        **write_sparse_layers(config, shared_expert=SHARED_EXPERT),
     }
 
 
@@ -178,7 +178,7 @@ QWEN2_MOE = Family(
         "qkv_bias": True,
         "max_window_layers": 28,
         "moe_intermediate_size": 1408,
-        _SHARED_EXPERT: 5632,
+        SHARED_EXPERT: 5632,
         "num_experts": 60,
         "num_experts_per_tok": 4,
     },
@@ -205,7 +205,7 @@ def _read_qwen3_moe(config: HFConfig) -> ModelConfig:
     # Unlike in Qwen3, all layers have the window: `max_window_layers` and `layer_types` have no effect.
     window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
     attention = usual.read_attention(config, biases=usual.read_biases(config), qk_norm="head", sliding_window=window)
-    return usual.read_decoder(config, "qwen3_moe", _read_layers(config, [attention] * usual.num_layers(config)))
+    return usual.read_decoder(config, "qwen3_moe", read_sparse_layers(config, [attention] * usual.num_layers(config)))
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
         **usual.write_biases(config),
         "use_sliding_window": window is not None,
         **({} if window is None else {"sliding_window": window}),
-        **_write_layers(config),
+        **write_sparse_layers(config),
     }
 
 

@@ -1,0 +1,1 @@
+"""Families of models in which some layers have a recurrence in the place of attention."""
