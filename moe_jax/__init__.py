@@ -39,6 +39,7 @@ Configs, which describe models without weights:
     AttentionConfig         grouped-query attention
     LatentConfig            what makes it multi-head latent attention
     DeltaRuleConfig         the gated delta rule, in the place of attention
+    ShortConvConfig         a gated short convolution, in the place of attention
     RopeConfig              rotary position embeddings
     RelativeBiasConfig      relative biases of attention
     FFNConfig               a feed-forward network, or one expert

@@ -14,6 +14,7 @@ Models:
     ModelConfig, LayerConfig         a model, and one of its layers
     AttentionConfig, LatentConfig    attention, and what makes it latent
     DeltaRuleConfig                  the gated delta rule, in the place of attention
+    ShortConvConfig                  a gated short convolution, in the place of attention
     RopeConfig, RelativeBiasConfig   position embeddings
     FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
     SelectionConfig                  restricts the choice of experts
@@ -73,6 +74,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.models import RopeConfig as RopeConfig
     from moe_jax.models import SelectionConfig as SelectionConfig
+    from moe_jax.models import ShortConvConfig as ShortConvConfig
     from moe_jax.models import VisionConfig as VisionConfig
     from moe_jax.models import config_from_json as config_from_json
     from moe_jax.models import config_to_json as config_to_json

@@ -40,7 +40,6 @@ class RecurrentConfig(abc.ABC):
 
     mask: ClassVar[str] = "causal"
     relative_bias: ClassVar[None] = None
-    biases: ClassVar[tuple[str, ...]] = ()
     kept_whole: ClassVar[tuple[str, ...]] = ()
 
     __repr__ = short_repr
@@ -53,6 +52,11 @@ class RecurrentConfig(abc.ABC):
     @abc.abstractmethod
     def projections(self) -> tuple[str, ...]:
         """Names of the linear maps."""
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the linear maps that have a bias."""
+        return ()
 
     @abc.abstractmethod
     def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
@@ -157,5 +161,67 @@ class DeltaRuleConfig(RecurrentConfig):
         return ", ".join([*words, *self._extra_words()])
 
 
-RECURRENT: dict[str, type[RecurrentConfig]] = {"delta_rule": DeltaRuleConfig}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortConvConfig(RecurrentConfig):
+    """The gated short convolution of one layer (Liquid AI's LFM2; Transformers' `Lfm2ShortConv`).
+
+    Three linear maps of a token give values and two gates. The values, times the first gate, pass a short causal
+    convolution, each channel with itself; its result, times the second gate, goes through a last linear map.
+
+        >>> convolution = moe_jax.ShortConvConfig(channels=32)
+        >>> convolution.shapes(32)["v"], convolution.carried.window
+        ((32, 32), 2)
+
+    Attributes:
+      channels: width of the values and of both gates.
+      conv_width: tokens that the convolution sees, the present one included.
+      bias: the linear maps and the convolution have biases.
+    """
+
+    channels: int
+    conv_width: int = 3
+    bias: bool = False
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "channels", "conv_width")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the linear maps."""
+        return ("in_gate", "out_gate", "v", "o")
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the linear maps that have a bias: all or none."""
+        return self.projections if self.bias else ()
+
+    def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
+        """Returns the shapes [in, out] of the kernels of all projections, for activations of width `d_model`."""
+        return {name: (d_model, self.channels) for name in self.projections[:-1]} | {"o": (self.channels, d_model)}
+
+    @property
+    def carried(self) -> Carried:
+        """What a cache of the layer holds: the last inputs of the convolution."""
+        return Carried(self.conv_width - 1, (self.channels,), None)
+
+    @property
+    def num_splits(self) -> int:
+        """The number of channels, each of which is convolved by itself."""
+        return self.channels
+
+    @property
+    def token_flops(self) -> int:
+        """Operations of a token: the convolution, and two products with gates."""
+        return (2 * self.conv_width + 2) * self.channels
+
+    def describe(self) -> str:
+        """Returns the branch in words: `gated short convolution of 2048 channels over 3 tokens`."""
+        words = f"gated short convolution of {self.channels} channels over {self.conv_width} tokens"
+        return ", ".join([words, *self._extra_words()])
+
+
+RECURRENT: dict[str, type[RecurrentConfig]] = {"delta_rule": DeltaRuleConfig, "short_conv": ShortConvConfig}
 """The kinds of recurrent layers, by the keys under which a model directory has their configs."""

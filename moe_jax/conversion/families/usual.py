@@ -372,14 +372,19 @@ HEAD: Table = (*norm("model.norm", "final_norm"), *LM_HEAD)
 
 
 def gated_experts(
-    block: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    block: str = "mlp",
+    *,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    fused_block: str = "mlp",
 ) -> Table:
     """Returns the rows of the experts of an MoE layer, in both layouts in use.
 
     In the per-expert layout, they are in the module `block`, and their linear maps have the names given.
     """
     theirs, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
-    fused = "model.layers.{i}.mlp.experts"
+    fused = f"model.layers.{{i}}.{fused_block}.experts"
     return (
         *linear(f"{theirs}.{gate}", f"{ours}/gate", PER_EXPERT),
         *linear(f"{theirs}.{up}", f"{ours}/up", PER_EXPERT),

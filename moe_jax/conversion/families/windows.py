@@ -14,13 +14,13 @@ UNROTATED = RopeConfig(fraction=0.0)
 """The rotary embedding of layers that have none, in models whose other layers have one."""
 
 
-def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
-    """Reads `FULL` or `SLIDING` for every layer; None: the config does not say."""
+def read_layer_types(config: HFConfig, other: str = SLIDING) -> tuple[str, ...] | None:
+    """Reads `FULL` or `other` for every layer; None: the config does not say."""
     count, types = num_layers(config), config.texts("layer_types")
-    if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
+    if types is not None and (len(types) != count or not set(types) <= {FULL, other}):
         raise InputError(
             f"config.json: layer_types has {len(types)} entries {shown(sorted(set(types)))}, "
-            f"expected {count} (num_hidden_layers), each {FULL!r} or {SLIDING!r}"
+            f"expected {count} (num_hidden_layers), each {FULL!r} or {other!r}"
         )
     return types
 

@@ -1,0 +1,56 @@
+"""The gated short convolution with its projections and cache (LFM2)."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moe_jax.experts.devices import shard_cache
+from moe_jax.experts.shapes import normal_kernel
+from moe_jax.functional.keys import fold_in
+from moe_jax.functional.recurrent.short_convolution import last_inputs, short_convolution
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.recurrent_config import ShortConvConfig
+from moe_jax.nn.attention import make_projections
+from moe_jax.nn.context import RecurrentCache
+from moe_jax.nn.layers import Linear
+
+
+class ShortConv(nnx.Module):
+    """The gated short convolution of a layer, described by its `ShortConvConfig`; called as `nn.recurrent` says."""
+
+    in_gate: Linear
+    out_gate: Linear
+    v: Linear
+    o: Linear
+
+    def __init__(self, config: ShortConvConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.config = config
+        for name, linear in make_projections(config, model.d_model, rngs=rngs, dtype=dtype).items():
+            setattr(self, name, linear)
+        self.conv = nnx.Param(normal_kernel(rngs, (config.conv_width, config.channels), dtype))
+        if config.bias:
+            self.conv_bias = nnx.Param(jnp.zeros(config.channels, dtype))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T d"],
+        documents: Int[Array, "B T"] | None = None,
+        *,
+        cache: RecurrentCache | None = None,
+        begins: bool = False,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T d"], RecurrentCache | None]:
+        """Convolves along the rows; arguments as in `nn.recurrent`."""
+        keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
+        in_gate, out_gate, v = (getattr(self, name)(x, keys[name]) for name in ("in_gate", "out_gate", "v"))
+        gated = in_gate * v
+        before = jnp.zeros((x.shape[0], self.config.carried.window, gated.shape[-1]), x.dtype)
+        if cache is not None and not begins:
+            before = cache.inputs[0]
+        mixed = short_convolution(gated, self.conv[...], before, documents)
+        if self.config.bias:
+            mixed = mixed + self.conv_bias[...].astype(mixed.dtype)[None, None]
+        if cache is not None:
+            held = before.astype(cache.inputs[0].dtype)
+            cache = RecurrentCache((shard_cache(last_inputs(gated, held, documents)),), None)
+        return self.o(out_gate * mixed, keys["o"]), cache
