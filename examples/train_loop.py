@@ -24,8 +24,8 @@ from moe_jax import peft, training
 def main(path: str, out: str | None = None) -> list[dict[str, Any]]:
     """Returns what `moe-jax train` writes to metrics.jsonl, but for the speed; some of it is printed."""
     recipe = training.load_recipe(path)
-    if recipe.ema is not None or recipe.distill is not None:
-        raise moe_jax.InputError(f"{path}: this loop has neither [ema] nor [distill]")
+    if recipe.ema is not None or recipe.distill is not None or recipe.mtp is not None:
+        raise moe_jax.InputError(f"{path}: this loop has neither [ema] nor [distill] nor [mtp]")
 
     # The model on the recipe's devices, the parameters that are trained, their optimizer, and the data.
     model = moe_jax.load(recipe)

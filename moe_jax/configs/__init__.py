@@ -38,7 +38,7 @@ Training:
     OptimizerSection, GroupSection, ScheduleSection, TrainSection
                                      optimizer, parameters with their own options, learning rate, steps
     EmaSection, DistillSection       an average of parameters, a teacher
-    MoESection                       balance among experts
+    MoESection, MTPSection           balance among experts, and layers that predict tokens after the next
     MeshSection                      devices
     CheckpointSection, LogSection, EvalSection
                                      what is written, and what is measured
@@ -87,6 +87,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.training.recipe import LogSection as LogSection
     from moe_jax.training.recipe import MeshSection as MeshSection
     from moe_jax.training.recipe import ModelSection as ModelSection
+    from moe_jax.training.recipe import MTPSection as MTPSection
     from moe_jax.training.recipe import OptimizerSection as OptimizerSection
     from moe_jax.training.recipe import PartitionSection as PartitionSection
     from moe_jax.training.recipe import Recipe as Recipe

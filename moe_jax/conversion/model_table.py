@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.families.further_layers import further_rows
+from moe_jax.conversion.families.mtp_tensors import further_rows
 from moe_jax.conversion.table import Mapped, Table, apply_table
 from moe_jax.conversion.vision_formats import vision_format_named
 from moe_jax.models import ModelConfig

@@ -24,7 +24,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import rich.table
 from rich.console import Console
@@ -97,11 +97,18 @@ class Ignored:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A tensor that may be stored although it is another one; both must then be equal, or something is to be done."""
+    """A tensor that may be stored although the model ties it to another one; both must then be equal."""
 
     tensor: str
     equals: str
-    otherwise: str = "set tie_word_embeddings to false if they are meant to"
+    otherwise: ClassVar[str] = "set tie_word_embeddings to false if they are meant to"
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied(Tied):
+    """A copy of a tensor, beside layers that predict tokens after the next."""
+
+    otherwise: ClassVar[str] = "leave the further layers out (--further leave)"
 
 
 Entry = Row | Ignored | Tied

@@ -21,6 +21,7 @@ The step:
     init_state, TrainState           all that a step changes
     StepMetrics, to_record           what it reports, and the same for a file
     Teacher                          a model whose logits are distilled
+    FurtherTokens                    the loss of layers that predict tokens after the next
     moved_biases                     paths of biases of selection, which steps with a `bias_update_rate` move
 
 Of a recipe:
@@ -45,6 +46,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.training.program import optimizer_of as optimizer_of
     from moe_jax.training.program import schedule_of as schedule_of
     from moe_jax.training.recipe import load_recipe as load_recipe
+    from moe_jax.training.step import FurtherTokens as FurtherTokens
     from moe_jax.training.step import StepMetrics as StepMetrics
     from moe_jax.training.step import Teacher as Teacher
     from moe_jax.training.step import make_step as make_step

@@ -26,7 +26,7 @@ from moe_jax.distributed.sharding import (
     state_shardings,
 )
 from moe_jax.experts import set_exchange
-from moe_jax.model_io.loading import TOWER, abstract_model, disk_paths, load_model, may_be_cast
+from moe_jax.model_io.loading import FURTHER, TOWER, abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
@@ -36,7 +36,7 @@ from moe_jax.training.balance.selection_bias import is_selection_bias, moved_bia
 from moe_jax.training.flops import TowerUse
 from moe_jax.training.optimizer import at_step, group_rates, learning_rate, make_optimizer
 from moe_jax.training.recipe import Recipe
-from moe_jax.training.step import StepMetrics, Teacher, make_step
+from moe_jax.training.step import FurtherTokens, StepMetrics, Teacher, make_step
 from moe_jax.training.train_state import (
     TrainState,
     abstract_state,
@@ -146,7 +146,7 @@ def make_program(
     shardings = (shardings_of(state), shardings_of(frozen), None, *(() if taught is None else (shardings_of(taught),)))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
-        _make_step(recipe, graphdef, optimizer, distilled),
+        _make_step(recipe, config, graphdef, optimizer, distilled),
         donate_argnums=0,
         in_shardings=shardings,
         out_shardings=(shardings_of(state), replicated),
@@ -173,7 +173,12 @@ def changed_paths(recipe: Recipe, model: Decoder) -> frozenset[str]:
 
     Raises `InputError` as `trainable_paths` and `moved_biases` do.
     """
-    trained = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
+    partition = recipe.partition
+    trained = trainable_paths(model, train=partition.train, freeze=partition.freeze)
+    further = further_tokens(recipe, model.config)
+    if further is not None and partition.train is None:
+        layers = "|".join(map(str, range(further.depth)))
+        trained |= trainable_paths(model, train=[f"{FURTHER}({layers})/.*"], freeze=partition.freeze)
     return trained | moved_biases(model, recipe.moe.bias_update_rate)
 
 
@@ -232,17 +237,27 @@ def metrics_of(recipe: Recipe, program: Program, change: Callable[[Decoder], Non
     model = nnx.clone(program.model)
     change(model)
     graphdef, *_ = split_model(model, program.trainable)
-    step = _make_step(recipe, graphdef, program.optimizer, program.teacher)
+    step = _make_step(recipe, program.config, graphdef, program.optimizer, program.teacher)
     return jax.jit(lambda *arguments: step(*arguments)[1])
 
 
 def _make_step(
-    recipe: Recipe, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, teacher: Teacher | None
+    recipe: Recipe,
+    config: ModelConfig,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    teacher: Teacher | None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     ema_decay = None if recipe.ema is None else recipe.ema.decay
     options = {"seed": recipe.seed, "accumulation": recipe.train.accumulation, "ema_decay": ema_decay}
-    options |= {"bias_update_rate": recipe.moe.bias_update_rate}
+    options |= {"bias_update_rate": recipe.moe.bias_update_rate, "further": further_tokens(recipe, config)}
     return make_step(graphdef, optimizer, schedule_of(recipe), teacher=teacher, **options)
+
+
+def further_tokens(recipe: Recipe, config: ModelConfig) -> FurtherTokens | None:
+    """Returns the loss that a recipe's `mtp` asks for; raises `InputError` if the model lacks layers for it."""
+    section = recipe.mtp
+    return None if section is None else FurtherTokens(section.weight, section.depth_of(config.further_layers))
 
 
 def schedule_of(recipe: Recipe) -> optax.Schedule:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.table import Entry, Row, Table, Tied, linear, norm
+from moe_jax.conversion.table import Copied, Entry, Row, Table, linear, norm
 from moe_jax.models import ModelConfig
 
 _PLACE, _LEAF = "model.layers.{i}.", "layers/{i}/"
 _EMBEDDING = Row("model.embed_tokens.weight", "embed/embedding")
-_OTHERWISE = "leave the further layers out (--further leave)"
 
 
 def further_rows(family: Family, config: ModelConfig, *, reading: bool) -> Table:
@@ -36,7 +35,7 @@ def further_rows(family: Family, config: ModelConfig, *, reading: bool) -> Table
         head = _EMBEDDING if config.tie_embeddings else Row("lm_head.weight", "lm_head/kernel", transpose=True)
         for name, original in (("embed_tokens", _EMBEDDING), ("shared_head.head", head)):
             tensor = f"{place}.{name}.weight"
-            copy = Tied(tensor, original.tensor, _OTHERWISE) if reading else replace(original, tensor=tensor)
+            copy = Copied(tensor, equals=original.tensor) if reading else replace(original, tensor=tensor)
             rows.append(copy)
     return tuple(rows)
 
