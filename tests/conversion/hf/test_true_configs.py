@@ -49,6 +49,25 @@ SIZES = {
          "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840},
         1_026_408_232_448,
     ),
+    # config.json of https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct; its card rounds to 80 billion.
+    "Qwen3-Next-80B-A3B": (
+        {"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+         "intermediate_size": 5120, "full_attention_interval": 4, "mlp_only_layers": [], "vocab_size": 151936},
+        79_674_391_296,
+    ),
+    # The language model of https://huggingface.co/Qwen/Qwen3.5-35B-A3B; the values that it leaves out are those of the
+    # config class of Transformers.
+    "Qwen3.5-35B-A3B": (
+        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {},
+         "text_config": {
+             "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "vocab_size": 248320,
+             "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+             "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+             "max_position_embeddings": 262144,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                                 "mrope_interleaved": True, "mrope_section": [11, 11, 10]}}},
+        34_660_610_688,
+    ),
     "OLMo 2 7B": (
         {"model_type": "olmo2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
          "vocab_size": 100352},
