@@ -62,6 +62,7 @@ class Target(NamedTuple):
     tensor: str  # its name, such as `model.layers.0.mlp.experts.gate_up_proj`
     template: str  # the same with `{i}` for the layer
     everywhere: int  # the number of layers that have such a tensor, with LoRA or without
+    is_only: bool  # whether no other tensor of a layer has the same last name, as `out_proj` of two kinds of layers
     outputs: int  # rows of the tensor, or of one expert of it
     is_parameter: bool  # whether PEFT gets it by `target_parameters`
     parts: list[Part]  # its kernels that have LoRA
@@ -213,6 +214,7 @@ def targets_of(config: ModelConfig) -> list[Target]:
     stored = leaf_specs(config)
     every = (piece for pieces in mapped.pieces.values() for piece in pieces)
     templates = Counter({piece.tensor: piece.template for piece in every}.values())
+    last_names = Counter(_last_name(template) for template in templates if "{i}" in template)
     found: dict[str, Target] = {}
     for i, layer in enumerate(config.layers):
         for name, lora in _loras(layer).items():
@@ -235,7 +237,8 @@ def targets_of(config: ModelConfig) -> list[Target]:
                 )
             # Routers are no linear modules, fused experts no modules; of the other FFNs the module's docstring speaks.
             is_parameter = not piece.tensor.endswith(WEIGHT) or bool(config.moe_layers and name.startswith("mlp/"))
-            new = Target(piece.tensor, piece.template, templates[piece.template], outputs, is_parameter, [])
+            everywhere, is_only = templates[piece.template], last_names[_last_name(piece.template)] == 1
+            new = Target(piece.tensor, piece.template, everywhere, is_only, outputs, is_parameter, [])
             target = found.setdefault(piece.tensor, new)
             of_one = [one for one in pieces if one.expert == piece.expert]  # of all experts, those of the first
             starts = [(one.offset // inputs, one.shape[0]) for one in of_one]
@@ -322,9 +325,14 @@ def _names(targets: Sequence[Target], model: ModelConfig) -> list[str]:
         by_template.setdefault(target.template, []).append(target)
     named = []
     for template, alike in by_template.items():
-        short = template.rpartition("{i}.")[2] if alike[0].is_parameter else alike[0].name.rsplit(".", 1)[-1]
+        in_layer = template.rpartition("{i}.")[2].removesuffix("" if alike[0].is_parameter else WEIGHT)
+        short = in_layer if alike[0].is_parameter or not alike[0].is_only else _last_name(template)
         named += [short] if len(alike) == alike[0].everywhere else [target.name for target in alike]
     return named
+
+
+def _last_name(tensor: str) -> str:
+    return tensor.removesuffix(WEIGHT).rpartition(".")[2]
 
 
 def _alpha(scale: float, rank: int) -> float:

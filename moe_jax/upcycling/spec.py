@@ -36,7 +36,7 @@ _WHY_FULL = {
     "granularity": "experts that are different pieces of the FFN have no base in common",
     "experts_from": "what different models have learnt is no delta of low rank, nor of few entries",
 }
-_GATES = ("topk_softmax", "softmax_topk", "top1")
+_GATES = ("topk_softmax", "softmax_topk", "topk_sigmoid", "top1")
 _OF_MOE = ("copies_by", "router_noise", "shared_from")
 _FOR_BOTH = ("experts", "top_k", "noise", "seed", "step0_check", "text", "base", "allow_nonfinite")
 _RESTS = ("qlora", "lora", "frozen", "full")
@@ -154,9 +154,10 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     attention and FFNs; qlora: the same over NF4 kernels; frozen: frozen without LoRA; full: trained."""
     freeze_base: bool = False
     """Freezes the shared FFN in training (low-rank and sparse)."""
-    gate: Annotated[str | None, Shown("topk_softmax|softmax_topk|top1", "topk_softmax")] = None
+    gate: Annotated[str | None, Shown("topk_softmax|softmax_topk|topk_sigmoid|top1", "topk_softmax")] = None
     """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
-    experts (softmax_topk); or that of the first alone (top1). Or a gate that has been registered."""
+    experts (softmax_topk); their sigmoids, made to sum to 1 (topk_sigmoid: DeepSeek-V3, LFM2); or the softmax's of the
+    first alone (top1). Or a gate that has been registered."""
     router: Annotated[str | None, Shown("NAME", "linear")] = None
     """A router that has been registered, in place of a linear one."""
     router_bias: bool = False

@@ -50,6 +50,14 @@ _COHERE = {
     "tie_word_embeddings": True,
 }
 
+_SHORT_CONVOLUTIONS = {
+    "num_hidden_layers": 2,
+    "rms_norm_eps": None,
+    "norm_eps": 1e-5,
+    "hidden_act": None,
+    "layer_types": ["conv", "full_attention"],
+}
+
 # Keys beside those of `hf_checkpoints.BASE`; None where a family has no such key.
 NEWER: dict[str, dict[str, Any]] = {
     "glm4_moe": {
@@ -253,5 +261,19 @@ NEWER: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "mup_enabled": True,
+    },
+    "lfm2": {
+        **_SHORT_CONVOLUTIONS,
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": {
+        **_SHORT_CONVOLUTIONS,
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+        "tie_word_embeddings": False,
     },
 }

@@ -57,8 +57,13 @@ def _write_mixers(config: ModelConfig) -> dict[str, Any]:
     return keys | {"conv_L_cache": convolution.conv_width, "conv_bias": convolution.bias}
 
 
+def _ffn(config: HFConfig, dim: int) -> FFNConfig:
+    """Returns a gated FFN, whose activation no config says."""
+    config.must_be("hidden_act", "silu")
+    return FFNConfig(dim=dim, gated=True, activation="silu")
+
+
 _DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",  # always; no config says it
     "max_position_embeddings": 128_000,
     "norm_eps": 1e-5,
     "rope_theta": 1e6,
@@ -80,8 +85,7 @@ _HARMLESS = (
 
 
 def _read(config: HFConfig) -> ModelConfig:
-    config.must_be("hidden_act", "silu")
-    ffn = FFNConfig(dim=_read_dim(config), gated=True, activation="silu")
+    ffn = _ffn(config, _read_dim(config))
     layers = [LayerConfig(attention=one, mlp=ffn) for one in _read_mixers(config, _read_types(config))]
     return _read_decoder(config, "lfm2", layers)
 
@@ -134,16 +138,19 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_moes(config: HFConfig) -> ModelConfig:
-    config.must_be("hidden_act", "silu")
     config.require("layer_types")
     mixers = _read_mixers(config, read_layer_types(config, _CONV) or ())
-    layers = usual.mixed_layers(config, mixers, above_dense(config, _DENSE_LAYERS), lambda: _read_moe(config))
+    moes = above_dense(config, _DENSE_LAYERS)
+    moe = _read_moe(config) if len(moes) else None
+    ffn = _ffn(config, config.required_integer("intermediate_size")) if len(moes) < len(mixers) else None
+    mlps: list[Any] = [moe if i in moes else ffn for i in range(len(mixers))]
+    layers = [LayerConfig(attention=one, mlp=mlp) for one, mlp in zip(mixers, mlps, strict=True)]
     return _read_decoder(config, "lfm2_moe", layers)
 
 
 def _read_moe(config: HFConfig) -> MoEConfig:
     return MoEConfig(
-        expert=usual.read_gated_ffn(config, dim="moe_intermediate_size"),
+        expert=_ffn(config, config.required_integer("moe_intermediate_size")),
         num_experts=config.required_integer("num_experts"),
         top_k=config.required_integer("num_experts_per_tok"),
         gate="topk_sigmoid" if config.flag("norm_topk_prob") else "sigmoid_topk",
@@ -165,7 +172,7 @@ def _write_moes(config: ModelConfig) -> dict[str, Any]:
         },
     )
     first = config.moe_layers[0] if config.moe_layers else config.num_layers
-    del mixed["hidden_act"]
+    mixed.pop("hidden_act")
     return {**_write_mixers(config), _DENSE_LAYERS: first, **mixed, "conv_dim": config.d_model}
 
 
@@ -206,8 +213,10 @@ def _of_attention(name: str) -> Table:
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of the convolution's kernel, which has a further axis, for `Family.shapes`."""
-    found = [config.layers[i].recurrence.carried for i in config.recurrent_layers[:1]]
-    return {_CONVOLUTION: (sum(one.channels), 1, one.window + 1) for one in found}
+    if not config.recurrent_layers:
+        return {}
+    window, channels, _ = config.layers[config.recurrent_layers[0]].recurrence.carried
+    return {_CONVOLUTION: (sum(channels), 1, window + 1)}
 
 
 _FEED_FORWARD = "model.layers.{i}.feed_forward"

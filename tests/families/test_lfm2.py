@@ -1,0 +1,188 @@
+"""LFM2 beyond what every family is tested for: caches, padding, packed documents, every verb, and what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file
+
+import moe_jax
+from moe_jax.conversion import read_hf_config, write_hf_config
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import make_mesh, state_shardings
+from moe_jax.model_io.loading import load_model
+from moe_jax.models import ShortConvConfig, config_from_json, config_to_json
+from moe_jax.nn import Decoder, init_cache
+from tests.families.cases import CASES, SMALL
+from tests.families.reference import random_model, saved
+from tests.support.generated import generate
+from tests.support.hf_checkpoints import CONFIGS
+from tests.support.tiers import long
+
+TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 20))
+NAME = "lfm2_moe"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A random small model of Transformers, and the checkpoint of it."""
+    reference = random_model(CASES[NAME], NAME)
+    return reference, saved(reference, tmp_path_factory.mktemp("lfm2"))
+
+
+def logits_of(reference, tokens=TOKENS, **options):
+    with torch.no_grad():
+        return reference(torch.tensor(tokens), use_cache=False, **options).logits.numpy()
+
+
+def close(got, expected) -> bool:
+    return bool(np.abs(np.asarray(got) - expected).max() <= 2e-5 * np.abs(expected).max())
+
+
+def test_caches_padding_and_documents_change_nothing(pair):
+    """One program: rows in pieces with padding behind them, and both in one row behind padding."""
+    reference, source = pair
+    expected = logits_of(reference)
+    graphdef, state = nnx.split(load_model(source))
+
+    @jax.jit
+    def run(state, tokens):
+        model, zeros = nnx.merge(graphdef, state), jnp.zeros((2, 3), jnp.int32)
+        caches, pieces = init_cache(model.config, 2, 24, jnp.dtype("float32")), []
+        for start, stop in ((0, 1), (1, 20)):
+            padding = zeros[:, : 3 if start else 0]
+            positions = jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32)[None], (2, stop - start))
+            out = model(
+                jnp.concatenate([tokens[:, start:stop], padding], axis=1),
+                positions=jnp.concatenate([positions, padding + stop], axis=1),
+                valid=jnp.concatenate([positions >= 0, padding > 0], axis=1),
+                caches=caches,
+            )
+            caches = out.caches
+            pieces.append(out.logits[:, : stop - start])
+        of_document = jnp.arange(20, dtype=jnp.int32)
+        packed = model(
+            jnp.concatenate([zeros[:1], tokens.reshape(1, -1)], axis=1),
+            positions=jnp.concatenate([zeros[0], of_document, of_document])[None],
+            segment_ids=jnp.asarray([[0] * 3 + [1] * 20 + [2] * 20], jnp.int32),
+        )
+        return jnp.concatenate(pieces, axis=1), packed.logits[0, 3:].reshape(2, 20, -1)
+
+    for got in run(state, jnp.asarray(TOKENS, jnp.int32)):
+        assert close(got, expected)
+
+
+@long
+def test_rows_of_different_lengths_are_generated_alike(pair):
+    """Transformers pads the shorter prompt on the left."""
+    reference, source = pair
+    model = load_model(source)
+    prompts = [TOKENS[0, :9].tolist(), TOKENS[1, :4].tolist()]
+    padded = torch.tensor([prompts[0], [0] * 5 + prompts[1]])
+    mask = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
+    with torch.no_grad():
+        options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        theirs = reference.generate(padded, attention_mask=mask, **options)[:, 9:].tolist()
+    assert generate(model, prompts, max_new_tokens=12) == theirs
+
+
+def test_the_config_is_written_as_a_kind_of_its_own():
+    config = read_hf_config(CONFIGS["lfm2"])
+    assert config.recurrent_layers == (0,)
+    written = config_to_json(config)
+    assert "short_conv" in written["segments"][0]["pattern"][0]
+    assert config_from_json(json.loads(json.dumps(written))) == config
+    assert "short convolution of 32 channels over 3" in config.layers[0].attention.describe()
+
+
+def test_layer_types_and_widths_of_older_configs():
+    base = {key: value for key, value in CONFIGS["lfm2"].items() if key != "layer_types"}
+    assert read_hf_config(base).recurrent_layers == ()
+    assert read_hf_config({**base, "full_attn_idxs": [1]}).recurrent_layers == (0,)
+    older = {**base, "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "tie_embedding": False, "theta": 1e6}
+    config = read_hf_config(older)
+    assert config.ffn(0).dim == 8192 and not config.tie_embeddings
+    for change, match in (
+        ({"full_attn_idxs": [2]}, "full_attn_idxs has 2"),
+        ({"full_attn_idxs": []}, "none has attention"),
+        ({"layer_types": ["conv", "linear_attention"]}, "layer_types has"),
+        ({"block_auto_adjust_ff_dim": True, "block_multiple_of": 0}, "block_multiple_of=0"),
+        ({"theta": 5.0}, "'theta' is 5.0"),
+    ):
+        with pytest.raises(InputError, match=match):
+            read_hf_config({**base, **change})
+
+
+def with_mixer(config, **changes):
+    layers = [
+        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **changes))
+        if layer.is_recurrent
+        else layer
+        for layer in config.layers
+    ]
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def test_what_the_format_cannot_say_is_refused(tmp_path):
+    config = read_hf_config(CONFIGS["lfm2"])
+    with pytest.raises(InputError, match="channels is 48"):
+        write_hf_config(with_mixer(config, channels=48))
+    with pytest.raises(InputError, match="short convolution of 32"):
+        write_hf_config(dataclasses.replace(config, family="qwen3"))
+    for wrong in ({"channels": 0}, {"channels": 8, "conv_width": 0}):
+        with pytest.raises(InputError, match="must be"):
+            ShortConvConfig(**wrong)
+    with pytest.raises(InputError, match="carries a state"):
+        config.check_whole_sequences(2)
+    model = moe_jax.Model(Decoder(config, rngs=nnx.Rngs(0)))
+    with pytest.raises(InputError, match="lfm2"):
+        moe_jax.export(model, tmp_path / "model.gguf", format="gguf")
+
+
+@long
+def test_every_verb(pair, tmp_path):
+    """Upcycled, tuned, compressed and written back, each read by Transformers again where its format holds it."""
+    reference = random_model(CASES["lfm2"], "lfm2")
+    dense = saved(reference, tmp_path / "dense").path
+    moe_jax.upcycle(dense, tmp_path / "moe", experts=4, gate="topk_sigmoid")
+    moe_jax.export(tmp_path / "moe", tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    assert type(theirs).__name__ == "Lfm2MoeForCausalLM"
+    assert close(logits_of(theirs.float()), logits_of(reference))
+    with pytest.raises(InputError, match="lfm2"):
+        moe_jax.export(moe_jax.upcycle(dense, tmp_path / "softmax"), tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+    source = pair[1].path
+    moe_jax.adapt(source, tmp_path / "lora", method="lora", adapter="lora:2", targets="v,o")
+    moe_jax.export(tmp_path / "lora", tmp_path / "peft", format="peft")
+    names = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["target_modules"]
+    assert sorted(names) == ["conv.out_proj", "in_proj", "self_attn.out_proj", "v_proj"]
+    peft = pytest.importorskip("peft")
+    adapted = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(source), tmp_path / "peft"
+    )
+    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert sum("lora_" in name for name, _ in adapted.named_parameters()) == len(stored) == 2 * 4
+    moe_jax.adapt(source, tmp_path / "perft", method="perft-s", adapter="parallel:2")
+    moe_jax.compress(source, tmp_path / "small", method="quantize", bits=4)
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    for name in ("lora", "perft"):
+        assert close(moe_jax.load(tmp_path / name).decoder(tokens).logits, logits_of(pair[0]))
+
+
+@long
+def test_a_mesh_gives_the_same_logits(pair):
+    reference, source = pair
+    mesh = make_mesh({"fsdp": 2, "tensor": 2, "expert": 2})
+    graphdef, state = nnx.split(load_model(source))
+    state = jax.device_put(state, state_shardings(state, mesh))
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x).logits)(state, jnp.asarray(TOKENS, jnp.int32))
+    assert close(got, logits_of(reference))
