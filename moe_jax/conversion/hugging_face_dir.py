@@ -168,10 +168,8 @@ class HuggingFaceDirectory(CheckpointSource):
             self.config = read_hf_config(data, ignored=ignored_keys, **how)
             family = family_named(self.config.family)
             self._whole = LANGUAGE_PARTS.get(str(data.get("model_type")))
-            table, keys = table_of(self.config, reading=True), data
-            if self._whole is not None:
-                table, keys = self._whole.table(table), self._whole.keys(data)
-            self._table = (*table, *family.left_out(self.config, keys))
+            keys = data if self._whole is None else self._whole.keys(data)
+            self._table = (*table_of(self.config, reading=True), *family.left_out(self.config, keys))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
@@ -247,6 +245,8 @@ class HuggingFaceDirectory(CheckpointSource):
         leaves, where = leaf_specs(self.config), str(self.path)
         tensors = {self._plain_name(name): entry for name, entry in self.checkpoint.tensors.items()}
         table = self._table
+        if self._whole is not None:
+            table = self._whole.table(table, {name: entry.shape for name, entry in tensors.items()})
         try:
             if self.quantized_as is None:
                 check_no_codes(tensors)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from safetensors.torch import load_file, save_file
 
 import moe_jax
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
@@ -76,6 +77,28 @@ def close(got, expected) -> bool:
     return bool(np.abs(np.asarray(got) - expected).max() <= 2e-5 * np.abs(expected).max())
 
 
+def rewritten(folder, name, change):
+    """The folder with other tensors, and with the config of a model that has this one as its part, if that is named."""
+    file = folder / "model.safetensors"
+    tensors = {key: value for old in load_file(file).items() for key, value in change(*old)}
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    if name != config["model_type"]:
+        (folder / "config.json").write_text(json.dumps({"model_type": name, "thinker_config": config}))
+
+
+def as_kernels(name, value):
+    """The published layout of fused experts, which Transformers does not save a new model in."""
+    return [(name, value.transpose(1, 2).contiguous() if ".experts." in name else value)]
+
+
+def of_thinker(name, value):
+    return [(f"thinker.{name}", value), ("talker.model.norm.weight", torch.ones(4))]
+
+
+AS_PUBLISHED = {"qwen3_vl_moe": ("qwen3_vl_moe", as_kernels), "qwen3_omni_moe_thinker": ("qwen3_omni_moe", of_thinker)}
+
+
 @one_in(len(WHOLES))
 @pytest.mark.parametrize("name", WHOLES)
 def test_a_text_gets_the_logits_of_the_whole_and_the_part_leaves_as_its_family(name, tmp_path):
@@ -89,6 +112,11 @@ def test_a_text_gets_the_logits_of_the_whole_and_the_part_leaves_as_its_family(n
     assert np.std(expected) > 0.1
     model = load_model(source)
     assert close(nnx.jit(lambda model, tokens: model(tokens).logits)(model, jnp.asarray(TOKENS, jnp.int32)), expected)
+    leaves = {path: source.read(path) for path in source.specs()}
+    if name in AS_PUBLISHED:
+        rewritten(tmp_path / "whole", *AS_PUBLISHED[name])
+        source = HuggingFaceDirectory(tmp_path / "whole")
+        assert all(np.array_equal(source.read(path), leaf) for path, leaf in leaves.items())
     moe_jax.convert(tmp_path / "whole", tmp_path / "ours")
     moe_jax.export(tmp_path / "ours", tmp_path / "part")
     part = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "part", attn_implementation="eager")
@@ -96,4 +124,14 @@ def test_a_text_gets_the_logits_of_the_whole_and_the_part_leaves_as_its_family(n
         assert close(part(torch.tensor(TOKENS), use_cache=False).logits.numpy(), expected)
     again = HuggingFaceDirectory(tmp_path / "part")
     assert again.config == source.config
-    assert all(np.array_equal(again.read(path), source.read(path)) for path in source.specs())
+    assert all(np.array_equal(again.read(path), leaf) for path, leaf in leaves.items())
+
+
+def test_a_part_that_is_not_there_or_of_another_family_is_named():
+    with pytest.raises(InputError, match="text_config"):
+        read_hf_config({"model_type": "qwen3_vl_moe"})
+    with pytest.raises(InputError, match="expected one of"):
+        read_hf_config({"model_type": "qwen3_vl_moe", "text_config": {"model_type": "llama"}})
+    with pytest.raises(InputError, match="ignore-keys thinker_config.text_config.new_key"):
+        keys = {key: value for key, value in _QWEN.items() if value is not None}
+        read_hf_config({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": {**keys, "new_key": 1}}})

@@ -31,7 +31,8 @@ class LanguagePart:
       defaults: values of keys that its config leaves out, where they are not those of the family.
       fixed: values of keys that the code of the whole does not read, as it computes.
       beside: keys of the whole that count for its language model, and their defaults, whatever its own config says.
-      experts_as_kernels: fused experts are stored as they are multiplied, [E, in, out], and not transposed.
+      experts_as_kernels: fused experts may be stored as they are multiplied, [E, in, out]: published ones are, and
+        those that Transformers saves may not be.
     """
 
     name: str
@@ -84,20 +85,33 @@ class LanguagePart:
                 return ours + tensor.removeprefix(theirs)
         return tensor
 
-    def table(self, family: Table) -> Table:
-        """Returns the table of the family, with the layout of experts here, and what is left out."""
-        if self.experts_as_kernels:
-            family = tuple(
-                dataclasses.replace(entry, transpose=False)
-                if isinstance(entry, Row) and entry.layout == FUSED
-                else entry
-                for entry in family
-            )
+    def table(self, family: Table, tensors: Mapping[str, tuple[int, ...]]) -> Table:
+        """Returns the table of the family, with the layout of experts here, and what is left out.
+
+        The `tensors` have plain names; their shapes tell one layout from the other.
+        """
+        if self.experts_as_kernels and _are_kernels(tensors):
+            family = tuple(_as_kernels(entry) if isinstance(entry, Row) else entry for entry in family)
         others = (
             Ignored(f"{re.escape(start)}.*", f"of {what}: the language model alone is read")
             for start, what in self.left_out.items()
         )
         return (*family, *others)
+
+
+def _are_kernels(tensors: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether fused experts are [E, in, out]: what goes in and what comes out of a layer are equally wide."""
+    shapes = [
+        next((shape for name, shape in tensors.items() if name.endswith(f"mlp.experts.{one}_proj")), ())
+        for one in ("gate_up", "down")
+    ]
+    return all(len(shape) == 3 for shape in shapes) and shapes[0][1] == shapes[1][2]
+
+
+def _as_kernels(row: Row) -> Row:
+    if row.layout != FUSED:
+        return row
+    return dataclasses.replace(row, transpose=False, side_by_side=not isinstance(row.leaves, str))
 
 
 _VISION = "what the model sees with"
