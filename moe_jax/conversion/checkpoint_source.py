@@ -287,8 +287,12 @@ class CheckpointSource(abc.ABC):
     def _rows(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
         if piece.turns:
             # Those of all leaves are read, whose columns lie between each other.
-            every = piece._replace(shape=(*piece.shape, len(piece.turns)), turns=())
-            return self._rows(entry, every, start, stop)[..., piece.turns.index(piece.leaf)]
+            own, count = piece.turns.index(piece.leaf), len(piece.turns)
+            if piece.in_blocks:
+                every = piece._replace(shape=(*piece.shape[:-1], count, piece.shape[-1]), turns=())
+                return self._rows(entry, every, start, stop)[..., own, :]
+            every = piece._replace(shape=(*piece.shape, count), turns=())
+            return self._rows(entry, every, start, stop)[..., own]
         row = math.prod(piece.shape[1:])
         if entry.strides is not None:
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
@@ -325,7 +329,8 @@ class CheckpointSource(abc.ABC):
         self._check_in_place()
         if not piece.turns:
             return found
-        own = slice(piece.turns.index(piece.leaf), None, count)
+        number = piece.turns.index(piece.leaf)
+        own = slice(number * rows, (number + 1) * rows) if piece.in_blocks else slice(number, None, count)
         zeros = None if found.zeros is None else found.zeros[own]
         return CodesOfGroups(found.codes[own], found.scales[own], zeros)
 

@@ -8,6 +8,7 @@ from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
 from moe_jax.conversion.formats import format_of, without_format
 from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
+from moe_jax.conversion.vision_formats.language_parts import LANGUAGE_PARTS
 from moe_jax.conversion.vision_formats.vision_format import Parts
 from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
 from moe_jax.images.processing import read_processing
@@ -45,6 +46,9 @@ def read_hf_config(
     name = _family_name(data)
     if further and (name not in FAMILIES or FAMILIES[name].further_form is None):
         raise InputError(f"--further keep: of {name!r} models no layers are known that predict tokens after the next")
+    if name in LANGUAGE_PARTS:
+        whole = LANGUAGE_PARTS[name]
+        return _read_inside(whole.where, whole.keys(data), ignored)
     known = [*ignored, *(MODEL_TYPES[name].harmless if name in MODEL_TYPES else ())]
     parts = Parts(lambda key: _read_part(data, key, known), lambda *given: _processing(processing, *given))
     if name in MODEL_TYPES:
@@ -83,14 +87,19 @@ def _read_part(
     if not isinstance(part, Mapping):
         raise InputError(f"config.json: {key!r} is {shown(part)}, expected the config of a model")
     part = {**more, **part, **{one: more[one] for one in ("model_type",) if one in more}}
-    within = f"{key}."
+    return _read_inside(key, part, ignored)
+
+
+def _read_inside(where: str, part: Mapping[str, Any], ignored: Collection[str]) -> ModelConfig:
+    """Reads the config of a part, which stands there in the config of the whole."""
+    within = f"{where}."
     try:
         return read_hf_config(part, ignored=[one.removeprefix(within) for one in ignored if one.startswith(within)])
     except InputError as error:
         # The option to ignore a key names it with the object that it is in.
         said, option, named = str(error).partition("--ignore-keys ")
         named = named.replace(",", f",{within}")
-        raise InputError(f"{key}: {said}{option}{within if option else ''}{named}") from None
+        raise InputError(f"{where}: {said}{option}{within if option else ''}{named}") from None
 
 
 def _processing(
@@ -259,7 +268,7 @@ def _family_name(data: Mapping[str, Any]) -> str:
                 f"{_nearest_to(given, known)}; add its model_type, one of {len(FAMILIES)} in the documentation"
             )
     within = [family.within[0] for family in FAMILIES.values() if family.within is not None]
-    if not isinstance(name, str) or name not in {*FAMILIES, *MODEL_TYPES, *within}:
+    if not isinstance(name, str) or name not in {*FAMILIES, *MODEL_TYPES, *LANGUAGE_PARTS, *within}:
         if isinstance(data.get("text_config"), Mapping):
             raise InputError(
                 f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language "

@@ -25,6 +25,7 @@ from moe_jax.conversion.vision_formats.elsewhere import (
     of_projector,
     with_parts,
 )
+from moe_jax.conversion.vision_formats.language_parts import LANGUAGE_PARTS
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
@@ -166,7 +167,9 @@ class HuggingFaceDirectory(CheckpointSource):
             how: dict[str, Any] = {"processing": self.processing_keys(), "further": further}
             self.config = read_hf_config(data, ignored=ignored_keys, **how)
             family = family_named(self.config.family)
-            self._table = (*table_of(self.config, reading=True), *family.left_out(self.config, data))
+            self._whole = LANGUAGE_PARTS.get(str(data.get("model_type")))
+            keys = data if self._whole is None else self._whole.keys(data)
+            self._table = (*table_of(self.config, reading=True), *family.left_out(self.config, keys))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
@@ -240,8 +243,10 @@ class HuggingFaceDirectory(CheckpointSource):
         from moe_jax.model_io.loading import leaf_specs
 
         leaves, where = leaf_specs(self.config), str(self.path)
-        tensors = {plain_name(self.config, name): entry for name, entry in self.checkpoint.tensors.items()}
+        tensors = {self._plain_name(name): entry for name, entry in self.checkpoint.tensors.items()}
         table = self._table
+        if self._whole is not None:
+            table = self._whole.table(table, {name: entry.shape for name, entry in tensors.items()})
         try:
             if self.quantized_as is None:
                 check_no_codes(tensors)
@@ -256,6 +261,10 @@ class HuggingFaceDirectory(CheckpointSource):
             except InputError as error:
                 raise InputError(f"{self.path}: {error}") from None
         return match_weights(tensors, self.config, leaves, where, table=table)
+
+    def _plain_name(self, tensor: str) -> str:
+        """Returns the name of a tensor as the table has it."""
+        return plain_name(self.config, tensor if self._whole is None else self._whole.plain_name(tensor))
 
     def _with_parts(self, own: Mapping[str, TensorEntry], vision: VisionConfig) -> dict[str, TensorEntry]:
         """Returns the tensors of the checkpoint, and those of its tower and its projector that are in other files."""
