@@ -13,7 +13,8 @@ Names are imported when they are first asked for: importing this module imports 
 Models:
     ModelConfig, LayerConfig         a model, and one of its layers
     AttentionConfig, LatentConfig    attention, and what makes it latent
-    DeltaRuleConfig                  the gated delta rule, in the place of attention
+    DeltaRuleConfig, RecurrentConfig, Carried
+                                     the gated delta rule in the place of attention, any such recurrence, and its cache
     RopeConfig, RelativeBiasConfig   position embeddings
     FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
     SelectionConfig                  restricts the choice of experts
@@ -59,6 +60,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts.forms import Sparse as Sparse
     from moe_jax.models import AdapterConfig as AdapterConfig
     from moe_jax.models import AttentionConfig as AttentionConfig
+    from moe_jax.models import Carried as Carried
     from moe_jax.models import DeltaRuleConfig as DeltaRuleConfig
     from moe_jax.models import FFNConfig as FFNConfig
     from moe_jax.models import ImageProcessing as ImageProcessing
@@ -69,6 +71,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models import PatchesConfig as PatchesConfig
     from moe_jax.models import PerftConfig as PerftConfig
+    from moe_jax.models import RecurrentConfig as RecurrentConfig
     from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.models import RopeConfig as RopeConfig
     from moe_jax.models import SelectionConfig as SelectionConfig

@@ -25,7 +25,7 @@ _EPS = 1e-6
 
 
 class DeltaInputs(NamedTuple):
-    """What the tokens bring to the rule. H heads have states; of queries and keys there may be fewer, G of them.
+    """Everything that tokens bring to the rule. H heads have states; of queries and keys there may be fewer, G of them.
 
     Attributes:
       q, k: queries and keys, of any length.
