@@ -15,6 +15,7 @@ Models:
     AttentionConfig, LatentConfig    attention, and what makes it latent
     DeltaRuleConfig                  the gated delta rule, in the place of attention
     ShortConvConfig                  a gated short convolution, in the place of attention
+    RecurrentConfig, Carried         any such recurrence, and what its cache holds
     RopeConfig, RelativeBiasConfig   position embeddings
     FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
     SelectionConfig                  restricts the choice of experts
@@ -61,6 +62,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts.forms import Sparse as Sparse
     from moe_jax.models import AdapterConfig as AdapterConfig
     from moe_jax.models import AttentionConfig as AttentionConfig
+    from moe_jax.models import Carried as Carried
     from moe_jax.models import DeltaRuleConfig as DeltaRuleConfig
     from moe_jax.models import FFNConfig as FFNConfig
     from moe_jax.models import ImageProcessing as ImageProcessing
@@ -71,6 +73,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models import PatchesConfig as PatchesConfig
     from moe_jax.models import PerftConfig as PerftConfig
+    from moe_jax.models import RecurrentConfig as RecurrentConfig
     from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.models import RopeConfig as RopeConfig
     from moe_jax.models import SelectionConfig as SelectionConfig

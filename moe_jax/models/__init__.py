@@ -19,6 +19,7 @@ from moe_jax.models.config import single_layers as single_layers
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.moe_config import SelectionConfig as SelectionConfig
+from moe_jax.models.recurrent_config import Carried as Carried
 from moe_jax.models.recurrent_config import DeltaRuleConfig as DeltaRuleConfig
 from moe_jax.models.recurrent_config import RecurrentConfig as RecurrentConfig
 from moe_jax.models.recurrent_config import ShortConvConfig as ShortConvConfig

@@ -25,7 +25,7 @@ _EPS = 1e-6
 
 
 class DeltaInputs(NamedTuple):
-    """What the tokens bring to the rule. H heads have states; of queries and keys there may be fewer, G of them.
+    """Everything that tokens bring to the rule. H heads have states; of queries and keys there may be fewer, G of them.
 
     Attributes:
       q, k: queries and keys, of any length.
@@ -215,18 +215,11 @@ def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Array:
 def inverse_of_unit_lower(x: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     """Returns the inverse of `I + L`, L what is below the diagonal of `x`, float32; C is 16 times a power of two.
 
-    Blocks of 16 rows are inverted row by row, and then joined, two by two, by products.
+    The inverse of blocks is that of blocks half as large, and a product for the corner between two of them. Within 16
+    rows all such corners are made at a time, in products of whole blocks.
     """
     size = x.shape[-1]
-    count = size // _BLOCK
-    lead = x.shape[:-2]
-    diagonal = jnp.stack([x[..., i : i + _BLOCK, i : i + _BLOCK] for i in range(0, size, _BLOCK)], axis=-3)
-    rows = [jnp.broadcast_to(jnp.asarray(np.eye(_BLOCK, dtype=np.float32)[0]), (*lead, count, _BLOCK))]
-    for i in range(1, _BLOCK):
-        done = jnp.stack(rows, axis=-2)
-        row = -jnp.sum(diagonal[..., i, :i, None] * done, axis=-2)
-        rows.append(row.at[..., i].set(1.0))
-    blocks = jnp.stack(rows, axis=-2)
+    blocks = _inverse_of_blocks(jnp.stack([x[..., i : i + _BLOCK, i : i + _BLOCK] for i in range(0, size, _BLOCK)], -3))
     width = _BLOCK
     while width < size:
         first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
@@ -236,6 +229,20 @@ def inverse_of_unit_lower(x: Float[Array, "... C C"]) -> Float[Array, "... C C"]
         blocks = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         width *= 2
     return blocks[..., 0, :, :]
+
+
+def _inverse_of_blocks(x: Float[Array, "... n b b"]) -> Float[Array, "... n b b"]:
+    """Returns the inverse of `I + L` for every block."""
+    size = x.shape[-1]
+    place = np.arange(size)
+    inverse, width = jnp.broadcast_to(jnp.asarray(np.eye(size, dtype=np.float32)), x.shape), 1
+    while width < size:
+        pair, half = place // (2 * width), place // width
+        is_corner = (pair[:, None] == pair[None, :]) & (half[:, None] > half[None, :])
+        corners = jnp.where(jnp.asarray(is_corner), x, 0.0)
+        inverse = inverse - (corners if width == 1 else _matmul(_matmul(inverse, corners), inverse))
+        width *= 2
+    return inverse
 
 
 def _inverse_forward(x: Array) -> tuple[Array, Array]:
