@@ -160,9 +160,10 @@ def init_cache(
             length = min(length, bucket(attention.sliding_window))
         if latent is not None:
             lead = (repeats, batch, length)
-            widths = [latent.kv_rank, latent.rope_dim]
-            widths += [latent.indexer.head_dim] if latent.indexer is not None and latent.has_own_indexer else []
-            return LatentCache(*(jnp.zeros((*lead, width), dtype) for width in widths))
+            own = latent.indexer if latent.has_own_indexer else None
+            index = None if own is None else jnp.zeros((*lead, own.head_dim), dtype)
+            key = jnp.zeros((*lead, latent.rope_dim), dtype)
+            return LatentCache(jnp.zeros((*lead, latent.kv_rank), dtype), key, index)
         shape = (repeats, batch, attention.num_kv_heads, length, attention.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
