@@ -38,6 +38,7 @@ Configs, which describe models without weights:
     LayerConfig             a layer: attention, then an FFN or an MoE
     AttentionConfig         grouped-query attention
     LatentConfig            what makes it multi-head latent attention
+    IndexerConfig           chooses the keys of latent attention
     DeltaRuleConfig         the gated delta rule, in the place of attention
     ShortConvConfig         a gated short convolution, in the place of attention
     RopeConfig              rotary position embeddings
@@ -127,6 +128,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.generation.spec import GenerateSpec as GenerateSpec
     from moe_jax.models import AttentionConfig as AttentionConfig
     from moe_jax.models import DeltaRuleConfig as DeltaRuleConfig
+    from moe_jax.models import IndexerConfig as IndexerConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
     from moe_jax.models import ModelConfig as ModelConfig

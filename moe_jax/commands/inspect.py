@@ -301,9 +301,10 @@ def _heads(config: "ModelConfig") -> str:
     if latent is None:
         return f"{attention.num_heads} heads over {attention.num_kv_heads} key-value heads of {attention.head_dim}"
     of_queries = "" if latent.q_rank is None else f" and of {latent.q_rank} for queries"
+    chosen = "" if latent.indexer is None else f", of each query to {latent.indexer.top_k:,} tokens"
     return (
         f"{attention.num_heads} heads of {attention.head_dim} over latents of {latent.kv_rank}{of_queries}, "
-        f"{latent.rope_dim} rotated"
+        f"{latent.rope_dim} rotated{chosen}"
     )
 
 

@@ -13,6 +13,7 @@ Names are imported when they are first asked for: importing this module imports 
 Models:
     ModelConfig, LayerConfig         a model, and one of its layers
     AttentionConfig, LatentConfig    attention, and what makes it latent
+    IndexerConfig                    chooses the keys of latent attention
     DeltaRuleConfig                  the gated delta rule, in the place of attention
     ShortConvConfig                  a gated short convolution, in the place of attention
     RecurrentConfig, Carried         any such recurrence, and what its cache holds
@@ -66,6 +67,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import DeltaRuleConfig as DeltaRuleConfig
     from moe_jax.models import FFNConfig as FFNConfig
     from moe_jax.models import ImageProcessing as ImageProcessing
+    from moe_jax.models import IndexerConfig as IndexerConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
     from moe_jax.models import LoRAConfig as LoRAConfig

@@ -49,6 +49,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r".*attention/sinks", P()),
     (r".*attention/([qkv]_)?conv", P(None, "tensor")),
     (r".*attention/conv_bias", P("tensor")),
+    (r".*attention/indexer/(q|k|weights)", P("fsdp", None)),
+    (r".*attention/indexer/k_(scale|bias)", P()),
     (r".*attention/(log_rate|rate_bias)", P()),
     (r".*router/lora/[ab]", P()),
     (r".*adapters/down", P(None, "fsdp", None)),

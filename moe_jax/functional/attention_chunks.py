@@ -264,6 +264,7 @@ def cached_attention(
     options: AttentionOptions,
     bias: Float[Array, "H n"] | None = None,
     sinks: Float[Array, " H"] | None = None,
+    index: "Index | None" = None,
 ) -> Float[Array, "B T H W"]:
     """Returns softmax attention, as `functional.attention.attention` does, in the dtype of the queries.
 
@@ -274,6 +275,7 @@ def cached_attention(
       visible: positions and documents; see `Visibility`.
       options: of the scores.
       bias, sinks: as `attention` takes them.
+      index: by which every query chooses the keys that it attends to; None: it attends to all that it sees.
     """
     batch, length, heads, _ = parts[0][0].shape
     kv_heads = v.shape[1]
@@ -291,6 +293,8 @@ def cached_attention(
     prefix = None if visible.prefix is None else visible.prefix[:, None]
     queries = _Tokens(visible.positions, visible.segments, prefix)
     seen = _mask(queries, _Tokens(visible.key_positions, visible.key_segments, None), options)
+    if index is not None:
+        seen = seen & chosen_keys(index, seen)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     dtype = parts[0][0].dtype
     if sinks is not None:
@@ -304,3 +308,70 @@ def cached_attention(
 def _product(a: Array, b: Array, *, contract_keys: bool) -> Float[Array, "B K m n"]:
     dimensions = (((3,), (2 if contract_keys else 3,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+# --- keys that an indexer chooses -----------------------------------------------------------------
+
+# Queries of a chunk, each of which has scores of all keys, of its own heads and of the indexer's.
+_INDEXED_CHUNK = 32
+
+
+class Index(NamedTuple):
+    """The small heads by whose scores queries choose keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
+
+    Attributes:
+      q: queries of the h small heads, rotated.
+      weights: of the heads, for every query; float32.
+      keys: one per token for all heads, rotated.
+      top_k: number of keys that a query chooses.
+    """
+
+    q: Float[Array, "B T h i"]
+    weights: Float[Array, "B T h"]
+    keys: Float[Array, "B S i"]
+    top_k: int
+
+
+def chosen_keys(index: Index, seen: Bool[Array, "B T S"]) -> Bool[Array, "B T S"]:
+    """Returns the keys with the `top_k` largest scores for each query, `sum_h w_h relu(q_h . k)`, of those it sees.
+
+    Of equal scores, those of earlier keys count first. Where a query sees fewer than `top_k`, others are chosen too.
+    """
+    q, keys = (one.astype(jnp.float32) for one in (index.q, index.keys))
+    scores = jax.nn.relu(jnp.einsum("bthi,bsi->bths", q, keys, precision="highest"))
+    scores = jnp.einsum("bths,bth->bts", scores, index.weights, precision="highest")
+    _, places = jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), index.top_k)
+    return jnp.put_along_axis(jnp.zeros(seen.shape, bool), places, jnp.asarray(True), axis=-1, inplace=False)
+
+
+def indexed_attention(
+    parts: Sequence[tuple[Float[Array, "B T H D"], Float[Array, "B K S D"]]],
+    v: Float[Array, "B K S W"],
+    visible: Visibility,
+    options: AttentionOptions,
+    index: Index,
+) -> Float[Array, "B T H W"]:
+    """Returns softmax attention of any number of queries to the keys that each of them chooses.
+
+    Args are those of `cached_attention`. The choice has no gradient.
+    """
+    index = index._replace(**{name: jax.lax.stop_gradient(getattr(index, name)) for name in ("q", "weights", "keys")})
+    length = parts[0][0].shape[1]
+    if length <= _INDEXED_CHUNK:
+        return cached_attention(parts, v, visible, options, index=index)
+    keys = [one for _, one in parts]
+
+    def chunked(one: Array) -> Array:
+        one = jnp.pad(one, [(0, 0), (0, -length % _INDEXED_CHUNK)] + [(0, 0)] * (one.ndim - 2))
+        return jnp.moveaxis(one.reshape(one.shape[0], -1, _INDEXED_CHUNK, *one.shape[2:]), 1, 0)
+
+    def one_chunk(chunk: tuple) -> Float[Array, "B t H W"]:
+        queries, q, weights, positions, segments = chunk
+        of_chunk = visible._replace(positions=positions, segments=segments)
+        chosen = index._replace(q=q, weights=weights)
+        return cached_attention(list(zip(queries, keys, strict=True)), v, of_chunk, options, index=chosen)
+
+    queries = [one for one, _ in parts]
+    given = jax.tree.map(chunked, (queries, index.q, index.weights, visible.positions, visible.segments))
+    y = jax.lax.map(jax.checkpoint(one_chunk, prevent_cse=False), given)
+    return jnp.moveaxis(y, 0, 1).reshape(y.shape[1], -1, *y.shape[3:])[:, :length]

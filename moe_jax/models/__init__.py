@@ -9,6 +9,7 @@ from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
 from moe_jax.images.image_config import ImageProcessing as ImageProcessing
 from moe_jax.images.image_config import PatchesConfig as PatchesConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
+from moe_jax.models.attention_config import IndexerConfig as IndexerConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.config import LayerConfig as LayerConfig
 from moe_jax.models.config import ModelConfig as ModelConfig

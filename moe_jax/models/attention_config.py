@@ -18,6 +18,33 @@ LATENT_BIASES = ("q_down", "kv_down", "o")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """The indexer of sparse attention: small heads, by whose scores a query chooses its keys (DeepSeek-V3.2).
+
+    Rows of at most `top_k` tokens are attended to whole. The indexer's parameters are kept, and no loss trains them.
+
+    Attributes:
+      num_heads: heads of the indexer, which share one key per token.
+      head_dim: their width, of which the first entries are rotated, as many as of the attention's heads.
+      top_k: number of keys that a query chooses.
+      interleaved: rotated pairs are neighbours, (2i, 2i + 1), and not (i, i + r/2) of r rotated entries.
+      shared: the layer has no indexer, and takes the choice of the last layer before it that has one (GLM-5). Rows of
+        more than `top_k` tokens are then refused.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    shared: bool = False
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_heads", "head_dim", "top_k")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
     """The part of a config that makes attention multi-head latent attention (DeepSeek-V2).
 
@@ -36,6 +63,7 @@ class LatentConfig:
       q_rank: width of a latent that queries are computed from; None: they are computed from the activations.
       interleaved: rotated pairs are neighbours, (2i, 2i + 1), and not (i, i + rope_dim/2).
       norm_eps: epsilon of the RMSNorms of latents.
+      indexer: chooses the keys of a query, by the latent of that; None: queries attend to all that they see.
     """
 
     kv_rank: int
@@ -44,14 +72,26 @@ class LatentConfig:
     q_rank: int | None = None
     interleaved: bool = True
     norm_eps: float = 1e-6
+    indexer: IndexerConfig | None = None
 
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_positive(self, "kv_rank", "rope_dim", "value_dim", "q_rank")
+        if self.indexer is not None and self.q_rank is None:
+            raise InputError("an indexer takes the latent of queries: q_rank is missing")
+        if self.indexer is not None and self.indexer.head_dim < self.rope_dim:
+            raise InputError(
+                f"indexer.head_dim={self.indexer.head_dim} must be at least rope_dim={self.rope_dim}, which is rotated"
+            )
         check_number(self, "norm_eps", at_least=0)
         if self.rope_dim % 2:
             raise InputError(f"rope_dim={self.rope_dim} must be even for rotary embeddings")
+
+    @property
+    def has_own_indexer(self) -> bool:
+        """Whether the layer has the parameters of an indexer."""
+        return self.indexer is not None and not self.indexer.shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +205,7 @@ class AttentionConfig:
         words = [f"attention of {self.num_heads} heads of {self.head_dim}"]
         if self.latent is not None:
             words.append(f"latents of {self.latent.kv_rank}")
+            words += [] if self.latent.indexer is None else [f"of each query to {self.latent.indexer.top_k:,} tokens"]
         elif self.num_kv_heads != self.num_heads:
             words.append(f"{self.num_kv_heads} of keys and values")
         words += [self.mask] * (self.mask != "causal") + ["NF4"] * self.nf4

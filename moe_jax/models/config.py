@@ -12,6 +12,7 @@ from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.images.image_config import ImageProcessing, PatchesConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
+from moe_jax.models.attention_config import IndexerConfig as IndexerConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.moe_config import MAX_EXPERTS
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
@@ -342,6 +343,17 @@ class ModelConfig:
                 f"mesh.sequence = {parts} splits every sequence, and layer {self.recurrent_layers[0]} carries a state "
                 "along it; take mesh.sequence = 1, and fsdp for the memory"
             )
+
+    def check_shared_choice(self, length: int) -> None:
+        """Raises `InputError` for rows so long that layers would need the keys that another layer chose."""
+        for i in self.softmax_layers:
+            latent = self.layers[i].softmax_attention.latent
+            indexer = None if latent is None else latent.indexer
+            if indexer is not None and indexer.shared and length > indexer.top_k:
+                raise InputError(
+                    f"rows of {length} positions, but layer {i} takes the {indexer.top_k} tokens that the indexer of "
+                    f"another layer chose, which is not supported; take rows of at most {indexer.top_k}"
+                )
 
     def check_scores_tokens(self, what: str) -> None:
         """Raises `InputError` for a model whose head scores classes: `what` needs one that scores tokens."""

@@ -162,6 +162,8 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
         for name in _NEWER:
             if attention[name] == getattr(AttentionConfig, name):
                 del attention[name]  # likewise
+        if attention["latent"] is not None and attention["latent"]["indexer"] is None:
+            del attention["latent"]["indexer"]
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
     for name in ("router", "router_bias", "balance_choices", "capacity_rows", "sequence_balance_coef"):

@@ -9,9 +9,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.devices import attention_placement, shard_batch, shard_cache
-from moe_jax.experts.linear import lora_for
+from moe_jax.experts.linear import Fixed, lora_for
+from moe_jax.experts.shapes import normal_kernel
 from moe_jax.functional.attention import Visibility, attention
-from moe_jax.functional.attention_chunks import MOST_QUERIES, AttentionOptions, cached_attention
+from moe_jax.functional.attention_chunks import (
+    MOST_QUERIES,
+    AttentionOptions,
+    Index,
+    cached_attention,
+    indexed_attention,
+)
+from moe_jax.functional.dense import layer_norm, linear
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.position_embeddings import apply_rope
 from moe_jax.models.config import PROJECTIONS, AttentionConfig, LatentConfig, ModelConfig
@@ -69,8 +77,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
-        for name, linear in make_projections(config, model.d_model, rngs=rngs, dtype=dtype).items():
-            setattr(self, name, linear)
+        for name, one in make_projections(config, model.d_model, rngs=rngs, dtype=dtype).items():
+            setattr(self, name, one)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros(config.num_heads, dtype))
         width = config.head_dim
@@ -196,6 +204,31 @@ class Attention(nnx.Module):
         return self.o(y, keys["o"])
 
 
+class Indexer(nnx.Module):
+    """The small heads by whose scores queries choose keys (see `IndexerConfig`). All its arrays are `Fixed`."""
+
+    _EPS = 1e-6
+
+    def __init__(self, latent: LatentConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        assert latent.indexer is not None and latent.q_rank is not None
+        self.config = config = latent.indexer
+        self.q = Fixed(normal_kernel(rngs, (latent.q_rank, config.num_heads * config.head_dim), dtype))
+        self.k = Fixed(normal_kernel(rngs, (d_model, config.head_dim), dtype))
+        self.k_scale, self.k_bias = Fixed(jnp.ones(config.head_dim, dtype)), Fixed(jnp.zeros(config.head_dim, dtype))
+        self.weights = Fixed(normal_kernel(rngs, (d_model, config.num_heads), dtype))
+
+    def __call__(
+        self, x: Float[Array, "B T d"], latent: Float[Array, "B T r"], rope: tuple[Array, Array] | None
+    ) -> Index:
+        """Returns queries, weights and keys of the tokens, given their activations and latents of queries."""
+        q = linear(latent, self.q[...]).reshape(*x.shape[:2], -1, self.config.head_dim)
+        k = layer_norm(linear(x, self.k[...]), self.k_scale[...], self.k_bias[...], self._EPS)[:, :, None, :]
+        if rope is not None:
+            q, k = (apply_rope(one, *rope, interleaved=self.config.interleaved) for one in (q, k))
+        weights = linear(x.astype(jnp.float32), self.weights[...].astype(jnp.float32))
+        return Index(q, weights, k[:, :, 0, :], self.config.top_k)
+
+
 class LatentAttention(nnx.Module):
     """Attention whose keys and values are computed from one latent per token (see `LatentConfig`).
 
@@ -213,12 +246,14 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
-        for name, linear in make_projections(config, model.d_model, rngs=rngs, dtype=dtype).items():
-            setattr(self, name, linear)
+        for name, one in make_projections(config, model.d_model, rngs=rngs, dtype=dtype).items():
+            setattr(self, name, one)
         latent = self._latent
         if latent.q_rank is not None:
             self.q_norm = Norm("rms", latent.q_rank, latent.norm_eps, dtype=dtype)
         self.kv_norm = Norm("rms", latent.kv_rank, latent.norm_eps, dtype=dtype)
+        if latent.has_own_indexer:
+            self.indexer = Indexer(latent, model.d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
         self,
@@ -233,10 +268,13 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T d"], LatentCache | None]:
         """Attends to the input itself, or to a cache; arguments as in `Attention`."""
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
+        index = None
         if self._latent.q_rank is None:
             q = self.q(x, keys["q"])
         else:
-            q = self.q_up(self.q_norm(shard_batch(self.q_down(x, keys["q_down"]))), keys["q_up"])
+            of_queries = self.q_norm(shard_batch(self.q_down(x, keys["q_down"])))
+            q = self.q_up(of_queries, keys["q_up"])
+            index = self.indexer(x, of_queries, rope) if self._latent.has_own_indexer else None
         q = q.reshape(*x.shape[:2], -1, self.config.head_dim)
         # Every device needs whole latents: norms are over their width, and heads are computed from all of it.
         down = shard_batch(self.kv_down(x, keys["kv_down"]))
@@ -248,35 +286,52 @@ class LatentAttention(nnx.Module):
         begins = True
         if cache is not None:
             assert slots is not None, "a cache goes with slots"
-            begins, cache = slots.begins, LatentCache(slots.write(cache.latent, latent), slots.write(cache.key, shared))
+            kept = None if cache.index is None or index is None else slots.write(cache.index, index.keys)
+            cache = LatentCache(slots.write(cache.latent, latent), slots.write(cache.key, shared), kept)
+            begins = slots.begins
             if not begins:
                 latent, shared = cache.latent.astype(x.dtype), cache.key.astype(x.dtype)
                 visible = visible._replace(key_positions=slots.key_positions(latent.shape[1]))
+                index = None if index is None else index._replace(keys=cache.index)
+        if index is not None and latent.shape[1] <= index.top_k:
+            index = None  # every query chooses all that it sees
         if not begins and self._is_cheaper_absorbed(x.shape[1], latent.shape[1]):
-            y = self._attend_to_latents(q, latent, shared, visible)
+            y = self._attend_to_latents(q, latent, shared, visible, index)
         else:
-            y = self._attend_to_heads(q, latent, shared, visible, keys["kv_up"], aligned=begins)
+            y = self._attend_to_heads(q, latent, shared, visible, index, keys["kv_up"], aligned=begins)
         return self.o(y.reshape(*x.shape[:2], -1), keys["o"]), cache
 
     def _attend_to_heads(
-        self, q: Array, latent: Array, shared: Array, visible: Visibility, key: Array | None, *, aligned: bool
+        self,
+        q: Array,
+        latent: Array,
+        shared: Array,
+        visible: Visibility,
+        index: Index | None,
+        key: Array | None,
+        *,
+        aligned: bool,
     ) -> Float[Array, "B T H W"]:
         """Attends to keys and values of every head, computed from the latents."""
         made = self.kv_up(latent, key).reshape(*latent.shape[:2], self.config.num_heads, -1)
         of_all = jnp.broadcast_to(shared[:, :, None, :], (*made.shape[:3], shared.shape[-1]))
-        k = jnp.concatenate([made[..., : self._plain], of_all], axis=-1)
-        return _attend(self.config, q, k, made[..., self._plain :], visible, aligned=aligned)
+        k, v = jnp.concatenate([made[..., : self._plain], of_all], axis=-1), made[..., self._plain :]
+        if index is None:
+            return _attend(self.config, q, k, v, visible, aligned=aligned)
+        k, v = (one.transpose(0, 2, 1, 3) for one in (k, v))
+        return indexed_attention([(q, k)], v, visible, _options(self.config), index)
 
     def _attend_to_latents(
-        self, q: Array, latent: Array, shared: Array, visible: Visibility
+        self, q: Array, latent: Array, shared: Array, visible: Visibility, index: Index | None
     ) -> Float[Array, "B T H W"]:
         """Attends to latents, for caches: turns queries into queries of latents, and results into results of heads."""
         up = self.kv_up.materialise().astype(q.dtype).reshape(self._latent.kv_rank, self.config.num_heads, -1)
         of_latents = jnp.einsum("bthn,rhn->bthr", q[..., : self._plain], up[..., : self._plain])
-        if q.shape[1] <= MOST_QUERIES:
+        if q.shape[1] <= MOST_QUERIES or index is not None:
             values = latent[:, None]
             parts = [(of_latents, values), (q[..., self._plain :], shared[:, None])]
-            y = cached_attention(parts, values, visible, _options(self.config))
+            attend = cached_attention if index is None else partial(indexed_attention, index=index)
+            y = attend(parts, values, visible, _options(self.config))
         else:
             q = jnp.concatenate([of_latents, q[..., self._plain :]], axis=-1)
             k = jnp.concatenate([latent, shared], axis=-1)[:, :, None, :]

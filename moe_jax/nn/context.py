@@ -38,10 +38,15 @@ class KVCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """Latents (normed) and shared keys (rotated) of one layer. It never has a cache of cross-attention."""
+    """Latents (normed) and shared keys (rotated) of one layer. It never has a cache of cross-attention.
+
+    Attributes:
+      index: keys of the layer's indexer (rotated); None: it has none.
+    """
 
     latent: Float[Array, "B S r"]
     key: Float[Array, "B S p"]
+    index: Float[Array, "B S i"] | None = None
     cross: None = None
 
 
@@ -155,7 +160,10 @@ def init_cache(
             length = min(length, bucket(attention.sliding_window))
         if latent is not None:
             lead = (repeats, batch, length)
-            return LatentCache(jnp.zeros((*lead, latent.kv_rank), dtype), jnp.zeros((*lead, latent.rope_dim), dtype))
+            own = latent.indexer if latent.has_own_indexer else None
+            index = None if own is None else jnp.zeros((*lead, own.head_dim), dtype)
+            key = jnp.zeros((*lead, latent.rope_dim), dtype)
+            return LatentCache(jnp.zeros((*lead, latent.kv_rank), dtype), key, index)
         shape = (repeats, batch, attention.num_kv_heads, length, attention.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -333,6 +341,7 @@ def make_context(
             f"rows of {length} positions, but beyond {config.max_positions} a {config.family!r} model computes "
             "something else, which is not supported; take shorter ones"
         )
+    config.check_shared_choice(length)
     in_row = default_positions(shape)
     positions = in_row if positions is None else positions
     if valid is None and segment_ids is not None:

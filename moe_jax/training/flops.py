@@ -49,6 +49,7 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
             continue
         one = layer.softmax_attention
         attention += 6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(one, seq_len)
+        attention += _indexer_flops(one, config.d_model, seq_len)
     return 6 * active_matmul_params(config) + attention
 
 
@@ -187,10 +188,22 @@ def _lora_params(lora: LoRAConfig | None, shapes: Mapping[str, tuple[int, int]])
     return 0 if lora is None else sum(lora.rank * sum(shapes[name]) for name in lora.targets)
 
 
+def _indexer_flops(attention: AttentionConfig, d_model: int, seq_len: int) -> float:
+    """Returns the operations of a token in a layer's indexer, which has a forward pass only, if rows need it."""
+    latent = attention.latent
+    indexer = None if latent is None or not latent.has_own_indexer else latent.indexer
+    if latent is None or indexer is None or seq_len <= indexer.top_k:
+        return 0
+    assert latent.q_rank is not None
+    entries = latent.q_rank * indexer.num_heads * indexer.head_dim + d_model * (indexer.head_dim + indexer.num_heads)
+    return 2 * entries + 2 * indexer.num_heads * indexer.head_dim * (seq_len + 1) / 2
+
+
 def _mean_context(attention: AttentionConfig, seq_len: int) -> float:
     if attention.mask == "bidirectional" and attention.sliding_window is None:
         return seq_len
-    window = min(seq_len, attention.sliding_window or seq_len)
+    indexer = None if attention.latent is None else attention.latent.indexer
+    window = min(seq_len, attention.sliding_window or seq_len, seq_len if indexer is None else indexer.top_k)
     before = window * (window + 1) // 2 + (seq_len - window) * window
     # With as many tokens after a query as before it, the query itself counts once.
     seen = 2 * before - seq_len if attention.mask == "bidirectional" else before

@@ -50,6 +50,14 @@ _COHERE = {
     "tie_word_embeddings": True,
 }
 
+_INDEXED = {
+    **_LATENT,
+    "index_n_heads": 8,
+    "index_head_dim": 6,
+    "index_topk": 5,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+
 _SHORT_CONVOLUTIONS = {
     "num_hidden_layers": 2,
     "rms_norm_eps": None,
@@ -275,5 +283,16 @@ NEWER: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "num_dense_layers": 1,
         "tie_word_embeddings": False,
+    },
+    "deepseek_v32": {
+        **_INDEXED,
+        "model_type": "deepseek_v32",
+        "num_nextn_predict_layers": 0,
+    },
+    "glm_moe_dsa": {
+        **_INDEXED,
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "shared"],
+        "num_nextn_predict_layers": 0,
     },
 }
