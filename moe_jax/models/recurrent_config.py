@@ -204,7 +204,7 @@ class ShortConvConfig(RecurrentConfig):
 
     @property
     def carried(self) -> Carried:
-        """What a cache of the layer holds: the last inputs of the convolution."""
+        """The content of a cache of the layer: the last inputs of the convolution."""
         return Carried(self.conv_width - 1, (self.channels,), None)
 
     @property

@@ -101,11 +101,12 @@ class LanguagePart:
 
 def _are_kernels(tensors: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether fused experts are [E, in, out]: what goes in and what comes out of a layer are equally wide."""
-    shapes = [
-        next((shape for name, shape in tensors.items() if name.endswith(f"mlp.experts.{one}_proj")), ())
-        for one in ("gate_up", "down")
-    ]
-    return all(len(shape) == 3 for shape in shapes) and shapes[0][1] == shapes[1][2]
+
+    def shape_of(matrix: str) -> tuple[int, ...]:
+        return next((shape for name, shape in tensors.items() if name.endswith(f"mlp.experts.{matrix}_proj")), ())
+
+    into, out_of = shape_of("gate_up"), shape_of("down")
+    return len(into) == len(out_of) == 3 and into[1] == out_of[2]
 
 
 def _as_kernels(row: Row) -> Row:
