@@ -68,7 +68,7 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
 
     An MoE gets more experts, copies of those it has; a token goes to as many times more of them.
 
-        >>> larger = moe_jax.upcycle(moe, experts=8, router_noise=0.0)
+        >>> larger = moe_jax.upcycle(moe, experts=8, step0_check=False)
         >>> larger.config.moe(1).num_experts, larger.config.moe(1).top_k
         (8, 4)
 

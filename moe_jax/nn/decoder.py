@@ -161,6 +161,7 @@ class Decoder(Summarised):
             *([f"encoder {line}" for line in layer_lines(self.encoder.segments)] if both else []),
             *(f"{'decoder ' if both else ''}{line}" for line in layer_lines(self.stack.segments)),
             *([] if tied else [f"head of {config.num_outputs:,} {scored}"]),
+            *([f"{config.further_layers} further layers"] if config.further_layers else []),
             *([] if config.vision is None else [f"sees with {self.vision!r}"]),
         ]
 

@@ -117,7 +117,9 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
 def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collection[str]) -> list[str]:
     """Returns lines that say whether the model's routers, and routers of adapters, are trained."""
     own = own_leaves(config)
-    routers = [path for path in sizes if "/router/" in path]
+    # Biases of selection are moved, and not trained.
+    routers = [path for path in sizes if "/router/" in path and not path.startswith(FURTHER)]
+    routers = [path for path in routers if not path.endswith("/selection_bias")]
     lora = [path for path in routers if "/lora/" in path]
     choosing = [path for path in routers if path in own and path not in lora]
     models = [path for path in routers if path not in own]

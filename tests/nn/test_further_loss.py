@@ -1,18 +1,23 @@
 """Layers that predict tokens after the next, document by document from the paper's equations 21 to 25."""
 
 import dataclasses
+import io
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.console
 from flax import nnx
 
+from moe_jax.model_io.loading import leaf_specs
 from moe_jax.nn import Decoder
 from moe_jax.nn.context import make_context
 from moe_jax.nn.further.further_loss import further_loss
+from moe_jax.peft import trainable_paths
+from moe_jax.peft.trained import active_size, parameter_sizes, print_trained
 from tests.support.numerics import initialised
 from tests.support.tiers import long
-from tests.support.training_models import config_of, moe
+from tests.support.training_models import FFN, config_of, moe
 from tests.training.test_step import random_batch
 
 DEPTH = 2
@@ -66,10 +71,6 @@ def test_packed_documents_have_the_losses_of_each_by_itself():
 
 
 def test_a_model_with_further_layers_says_where_they_lie():
-    from moe_jax.model_io.loading import leaf_specs
-    from moe_jax.peft import trainable_paths
-    from moe_jax.peft.trained import active_size, parameter_sizes
-
     specs, sizes = leaf_specs(CONFIG), parameter_sizes(CONFIG)
     assert specs["further/1/joint/kernel"].shape == (32, 16)
     assert specs["further/0/block/mlp/experts/up/kernel"].shape == (4, 16, 32)
@@ -77,3 +78,6 @@ def test_a_model_with_further_layers_says_where_they_lie():
     assert sizes[path] == 4 * 16 * 32 and active_size(CONFIG, path, sizes[path]) == 0
     model = initialised(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))
     assert not [one for one in trainable_paths(model) if one.startswith("further/")]
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    print_trained(console, config_of(FFN, moe(), further_layers=1), {path, "layers/1/mlp/router/kernel"})
+    assert "the router is among them: yes" in console.file.getvalue()

@@ -14,6 +14,7 @@ from moe_jax.models import BankConfig, MoEConfig, PerftConfig, SelectionConfig
 from moe_jax.models.moe_config import AdapterConfig
 from moe_jax.upcycling import UpcycleSpec, upcycled_config
 from moe_jax.upcycling.copied_experts import factor_of_selection_bias, numbers_of_copies, origins, why_different
+from tests.support.tiers import one_in
 from tests.support.training_models import BANKS, FFN, config_of, moe
 
 EXACT = UpcycleSpec(router_noise=0.0)
@@ -56,6 +57,7 @@ def weights_of_originals(config: MoEConfig, of: np.ndarray, seed: int, factor: f
     return found
 
 
+@one_in(2)
 @pytest.mark.parametrize("times", [2, 3])
 @pytest.mark.parametrize("name", EQUAL)
 def test_copies_have_together_the_weight_of_their_original(name, times):

@@ -41,12 +41,17 @@ class MoESection:
     def applied(self, config: "ModelConfig") -> "ModelConfig":
         """Returns the config of a model with these coefficients.
 
-        Raises `InputError` if there are some, and the model has no MoE.
+        Raises `InputError` if there are some, and the model has no MoE, or stands on another one, whose config it has.
         """
         names = ("balance_coef", "sequence_balance_coef")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if given and not config.moe_layers:
             raise InputError(f"moe.{next(iter(given))} is for models with MoEs, and this has none; leave the key out")
+        if given and config.frozen_base:
+            raise InputError(
+                f"moe.{next(iter(given))} would change the config of the frozen base that the model stands on; leave "
+                "the key out"
+            )
         layers = list(config.layers)
         for i in config.moe_layers if given else ():
             layers[i] = dataclasses.replace(layers[i], mlp=dataclasses.replace(config.moe(i), **given))

@@ -69,6 +69,7 @@ def test_copies_that_differ_are_an_error_and_absent_ones_are_not(tmp_path):
     assert moe_jax.convert(tmp_path / "absent", further="keep").config.further_layers == 1
 
 
+@long
 def test_the_model_computes_the_same_with_them(tmp_path):
     config, tensors = with_further("deepseek_v3")
     write_checkpoint(tmp_path / "hf", config, tensors)

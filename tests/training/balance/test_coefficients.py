@@ -78,5 +78,7 @@ def test_each_loss_is_multiplied_by_its_own_coefficient():
 def test_what_a_dense_model_has_no_use_for_is_refused(name):
     with pytest.raises(InputError, match=f"moe.{name} is"):
         MoESection(**{name: 0.1}).applied(config_of(FFNConfig(dim=8)))
+    with pytest.raises(InputError, match="frozen base"):
+        MoESection(**{name: 0.1}).applied(config_of(moe(), frozen_base=True))
     with pytest.raises(InputError, match="at least 0"):
         MoESection(**{name: -0.1})
