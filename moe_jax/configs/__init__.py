@@ -16,6 +16,7 @@ Models:
     DeltaRuleConfig                  the gated delta rule, in the place of attention
     ShortConvConfig                  a gated short convolution, in the place of attention
     RopeConfig, RelativeBiasConfig   position embeddings
+    QueryScaleConfig                 factors of queries that grow with their positions
     FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
     SelectionConfig                  restricts the choice of experts
     AdapterConfig, LoRAConfig, PerftConfig
@@ -71,6 +72,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models import PatchesConfig as PatchesConfig
     from moe_jax.models import PerftConfig as PerftConfig
+    from moe_jax.models import QueryScaleConfig as QueryScaleConfig
     from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.models import RopeConfig as RopeConfig
     from moe_jax.models import SelectionConfig as SelectionConfig

@@ -218,7 +218,9 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
         turns = tuple(paths) if row.interleaved or row.side_by_side else ()
         for path, shape in zip(paths, shapes, strict=True):
             piece_shape = _piece_shape(shape if e is None else shape[1:], row.transpose)
-            piece = Piece(name, offset, piece_shape, path, e, row.transpose, row.tensor, turns=turns, in_blocks=row.side_by_side)
+            piece = Piece(
+                name, offset, piece_shape, path, e, row.transpose, row.tensor, turns=turns, in_blocks=row.side_by_side
+            )
             mapped.pieces.setdefault(path, []).append(piece)
             offset += 0 if turns else math.prod(piece_shape)
 

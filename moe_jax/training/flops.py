@@ -188,8 +188,11 @@ def _lora_params(lora: LoRAConfig | None, shapes: Mapping[str, tuple[int, int]])
 
 
 def _mean_context(attention: AttentionConfig, seq_len: int) -> float:
-    if attention.mask == "bidirectional" and attention.sliding_window is None:
+    if attention.mask == "bidirectional" and attention.reach is None:
         return seq_len
+    if attention.block_tokens is not None:
+        blocks, rest = divmod(seq_len, attention.block_tokens)
+        return (blocks * attention.block_tokens * (attention.block_tokens + 1) + rest * (rest + 1)) / (2 * seq_len)
     window = min(seq_len, attention.sliding_window or seq_len)
     before = window * (window + 1) // 2 + (seq_len - window) * window
     # With as many tokens after a query as before it, the query itself counts once.
