@@ -18,6 +18,7 @@ Models:
     ShortConvConfig                  a gated short convolution, in the place of attention
     RecurrentConfig, Carried         any such recurrence, and what its cache holds
     RopeConfig, RelativeBiasConfig   position embeddings
+    QueryScaleConfig                 factors of queries that grow with their positions
     FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
     SelectionConfig                  restricts the choice of experts
     AdapterConfig, LoRAConfig, PerftConfig
@@ -75,6 +76,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models import PatchesConfig as PatchesConfig
     from moe_jax.models import PerftConfig as PerftConfig
+    from moe_jax.models import QueryScaleConfig as QueryScaleConfig
     from moe_jax.models import RecurrentConfig as RecurrentConfig
     from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.models import RopeConfig as RopeConfig

@@ -26,6 +26,7 @@ from moe_jax.conversion.vision_formats.elsewhere import (
     with_parts,
 )
 from moe_jax.conversion.vision_formats.language_parts import LANGUAGE_PARTS
+from moe_jax.conversion.vision_formats.usual_format import with_tie
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
@@ -311,6 +312,8 @@ def completed_config(data: Mapping[str, Any], elsewhere: Elsewhere, tensors: Col
     elsewhere.check(takes_parts=family is not None and family.sees is not None)
     if format_ is not None and format_.completed_by_names is not None:
         return format_.completed_by_names(data, tensors)
+    if name in LANGUAGE_PARTS and LANGUAGE_PARTS[name].tied_by_names:
+        return with_tie(data, tensors)
     if family is None or family.sees is None:
         return data
     if family.completed is not None:
@@ -325,6 +328,8 @@ def _needs_names(data: Mapping[str, Any]) -> bool:
     """Whether names of tensors say something about the model that its config.json does not."""
     name = str(data.get("model_type"))
     family, format_ = FAMILIES.get(name), MODEL_TYPES.get(name)
+    if name in LANGUAGE_PARTS:
+        return LANGUAGE_PARTS[name].tied_by_names
     return any(one is not None for one in (family and family.completed, format_ and format_.completed_by_names))
 
 

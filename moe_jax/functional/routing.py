@@ -250,6 +250,17 @@ class Routing(NamedTuple):
     weights: Float[Array, "T k"]
 
 
+def weighted_inputs(x: Float[Array, "T d"], routing: Routing) -> tuple[Float[Array, "T*k d"], Routing]:
+    """Returns the input of every assignment, times its weight, and its routing to one expert with weight 1.
+
+    The sum over a token's k rows of what the experts return is that of experts whose inputs are weighted.
+    """
+    tokens, choices = routing.weights.shape
+    rows = x.astype(jnp.float32)[:, None, :] * routing.weights[..., None]
+    one = Routing(routing.experts.reshape(-1, 1), jnp.where(routing.experts == NO_EXPERT, 0.0, 1.0).reshape(-1, 1))
+    return rows.astype(x.dtype).reshape(tokens * choices, -1), one
+
+
 class RouterStats(NamedTuple):
     """Statistics of a router's decisions for a batch: means over the tokens that are not padding; float32.
 

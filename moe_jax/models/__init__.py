@@ -4,6 +4,7 @@ from moe_jax.experts.bank_config import BankConfig as BankConfig
 from moe_jax.experts.shapes import AdapterConfig as AdapterConfig
 from moe_jax.experts.shapes import FFNConfig as FFNConfig
 from moe_jax.experts.shapes import LoRAConfig as LoRAConfig
+from moe_jax.functional.position_embeddings import QueryScaleConfig as QueryScaleConfig
 from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
 from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
 from moe_jax.images.image_config import ImageProcessing as ImageProcessing

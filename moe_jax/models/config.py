@@ -89,9 +89,11 @@ class LayerConfig:
                 raise InputError("cross-attention has no relative_bias: there is no distance between two sequences")
             if cross.nf4 or cross.lora is not None or cross.latent is not None:
                 raise InputError("cross-attention has neither NF4 kernels nor LoRA nor latents")
-            if cross.output_gate or cross.rope_interleaved or cross.qk_norm == "head_rotated":
+            rotated = cross.rope_interleaved or cross.qk_norm in ("head_rotated", "head_unscaled")
+            if cross.output_gate or cross.needs_positions or rotated:
                 raise InputError(
-                    "cross-attention has neither output_gate nor rope_interleaved nor qk_norm 'head_rotated'"
+                    "cross-attention rotates nothing and has no positions: neither output_gate nor rope_interleaved, "
+                    "qk_norm of rotated heads, query_scale or block_tokens"
                 )
             if self.is_recurrent:
                 raise InputError("a recurrence in the place of attention goes without cross-attention")

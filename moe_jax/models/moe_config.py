@@ -129,6 +129,7 @@ class MoEConfig:
         a gate of its own. With top_k 1, a gate whose weights sum to 1 is meant for existing checkpoints with it: see
         `router_learns`.
       gate_scale: factor of the gate's weights.
+      weighs_inputs: an expert's input is multiplied by its weight, and its output is not (Llama 4).
       selection: restricts the choice of experts beyond the logits.
       bank: the form of the experts' kernels.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
@@ -162,6 +163,7 @@ class MoEConfig:
     top_k: int
     gate: str = "topk_softmax"
     gate_scale: float = 1.0
+    weighs_inputs: bool = False
     selection: SelectionConfig = SelectionConfig()
     bank: BankConfig = BankConfig()
     balance_coef: float = 0.01
@@ -232,6 +234,10 @@ class MoEConfig:
                     f"{self.bank.kind} experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged "
                     "experts"
                 )
+        if self.weighs_inputs and (self.bank.form.needs_unit_weights or self.extended or self.universal == "coder"):
+            raise InputError(
+                "weighs_inputs goes with experts that are weighted one by one, and with none that sees all"
+            )
         if self.perft is not None and self.perft.variant == "embedded" and self.perft.num_experts != self.num_experts:
             raise InputError(
                 f"PERFT-E has one adapter for each of the MoE's {self.num_experts} experts, "

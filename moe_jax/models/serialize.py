@@ -24,7 +24,7 @@ FORMAT = "moe_jax.model"
 VERSION = 2
 
 # Fields of attention that older files lack.
-_NEWER = ("rope_interleaved", "sinks", "output_gate")
+_NEWER = ("rope_interleaved", "sinks", "output_gate", "block_tokens", "query_scale")
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
             del attention["latent"]["indexer"]
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
-    for name in ("router", "router_bias", "balance_choices", "capacity_rows", "sequence_balance_coef"):
+    for name in ("router", "router_bias", "weighs_inputs", "balance_choices", "capacity_rows", "sequence_balance_coef"):
         if mlp[name] == getattr(MoEConfig, name):
             del mlp[name]
     return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}

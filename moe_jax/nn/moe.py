@@ -31,6 +31,7 @@ from moe_jax.functional.routing import (
     coder_logits,
     route,
     universal_weight,
+    weighted_inputs,
 )
 from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, Segment, segments_of, single_layers
 from moe_jax.models.own_parts import LINEAR, ROUTERS
@@ -428,7 +429,12 @@ class MoE(Summarised):
         if self.config.extended:
             weight = self._universal_weight(tokens, logits)
             routing = add_choice(routing, self.config.routed_experts, weight, valid)
-        y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
+        if self.config.weighs_inputs:
+            rows, of_rows = weighted_inputs(tokens, routing)
+            y = self.experts(rows, of_rows, keys.fold_in(key, keys.EXPERTS))
+            y = jnp.sum(y.reshape(len(tokens), self.config.top_k, -1), axis=1)
+        else:
+            y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
         if self.config.universal_beside:
             universal = self.universal(tokens, keys.fold_in(key, keys.FFN))
             y = add_weighted(y, universal, self._universal_weight(tokens, logits))

@@ -31,6 +31,7 @@ class LanguagePart:
       defaults: values of keys that its config leaves out, where they are not those of the family.
       fixed: values of keys that the code of the whole does not read, as it computes.
       beside: keys of the whole that count for its language model, and their defaults, whatever its own config says.
+      tied_by_names: where nothing says whether the head is the embedding, the names of tensors do.
       experts_as_kernels: fused experts may be stored as they are multiplied, [E, in, out]: published ones are, and
         those that Transformers saves may not be.
     """
@@ -43,6 +44,7 @@ class LanguagePart:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     beside: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"tie_word_embeddings": False})
+    tied_by_names: bool = False
     experts_as_kernels: bool = False
 
     @property
@@ -166,6 +168,25 @@ LANGUAGE_PARTS = {
             names={},
             left_out={"visual.": _VISION, "audio_tower.": _HEARING},
             **_THINKER,
+        ),
+        LanguagePart(
+            name="mistral3",
+            families={one: one for one in ("mistral", "mistral4")},
+            names={"language_model.": "", "model.language_model.": "model."},
+            left_out={
+                f"{prefix}{part}.": _VISION
+                for prefix in ("", "model.")
+                for part in ("vision_tower", "multi_modal_projector")
+            },
+            beside={"tie_word_embeddings": True},
+            tied_by_names=True,
+        ),
+        LanguagePart(
+            name="llama4",
+            families={"llama4_text": "llama4_text"},
+            names={"language_model.": ""},
+            left_out=dict.fromkeys(("vision_model.", "multi_modal_projector."), _VISION),
+            beside={},
         ),
     )
 }
