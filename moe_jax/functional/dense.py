@@ -111,13 +111,13 @@ def _along_last(array: Float[Array, "*axes d"], ndim: int) -> Float[Array, "... 
 
 
 def rms_norm(
-    x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float, *, plus_one: bool = False
+    x: Float[Array, "... d"], scale: Float[Array, "*axes d"], eps: float, *, plus_one: bool = False
 ) -> Float[Array, "... d"]:
-    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), times `scale`.
+    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), times `scale`, which may have several axes.
 
     Args:
       x: the input.
-      scale: one factor per element of the last axis.
+      scale: one factor per element of the last axis, or of as many last axes as it has.
       eps: added to the mean square.
       plus_one: the factors are `1 + scale`, added in float32 (Gemma).
     """
