@@ -41,6 +41,7 @@ Configs, which describe models without weights:
     IndexerConfig           chooses the keys of latent attention
     DeltaRuleConfig         the gated delta rule, in the place of attention
     ShortConvConfig         a gated short convolution, in the place of attention
+    Mamba2Config            Mamba-2, in the place of attention
     RopeConfig              rotary position embeddings
     RelativeBiasConfig      relative biases of attention
     QueryScaleConfig        factors of queries that grow with their positions
@@ -133,6 +134,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import IndexerConfig as IndexerConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
+    from moe_jax.models import Mamba2Config as Mamba2Config
     from moe_jax.models import ModelConfig as ModelConfig
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models.moe_config import PerftConfig as PerftConfig

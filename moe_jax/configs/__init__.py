@@ -15,7 +15,7 @@ Models:
     AttentionConfig, LatentConfig    attention, and what makes it latent
     IndexerConfig                    chooses the keys of latent attention
     DeltaRuleConfig                  the gated delta rule, in the place of attention
-    ShortConvConfig                  a gated short convolution, in the place of attention
+    ShortConvConfig, Mamba2Config    a gated short convolution, and Mamba-2, in the place of attention
     RecurrentConfig, Carried         any such recurrence, and what its cache holds
     RopeConfig, RelativeBiasConfig   position embeddings
     QueryScaleConfig                 factors of queries that grow with their positions
@@ -72,6 +72,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
     from moe_jax.models import LoRAConfig as LoRAConfig
+    from moe_jax.models import Mamba2Config as Mamba2Config
     from moe_jax.models import ModelConfig as ModelConfig
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models import PatchesConfig as PatchesConfig

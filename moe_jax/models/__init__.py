@@ -23,6 +23,7 @@ from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.moe_config import SelectionConfig as SelectionConfig
 from moe_jax.models.recurrent_config import Carried as Carried
 from moe_jax.models.recurrent_config import DeltaRuleConfig as DeltaRuleConfig
+from moe_jax.models.recurrent_config import Mamba2Config as Mamba2Config
 from moe_jax.models.recurrent_config import RecurrentConfig as RecurrentConfig
 from moe_jax.models.recurrent_config import ShortConvConfig as ShortConvConfig
 from moe_jax.models.serialize import config_from_json as config_from_json

@@ -223,5 +223,100 @@ class ShortConvConfig(RecurrentConfig):
         return ", ".join([words, *self._extra_words()])
 
 
-RECURRENT: dict[str, type[RecurrentConfig]] = {"delta_rule": DeltaRuleConfig, "short_conv": ShortConvConfig}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba2Config(RecurrentConfig):
+    """Mamba-2 of one layer (Dao and Gu 2024, arXiv:2405.21060; Transformers' `GraniteMoeHybridMambaLayer`).
+
+    Every head has a state, a matrix from keys to values. A token lets it decay and adds its own to it, each by a step
+    that it chooses, and its query reads it. Before that, values, keys and queries pass a short causal convolution;
+    after it, the results are gated and normed.
+
+        >>> mamba = moe_jax.Mamba2Config(num_heads=4, head_dim=16, num_groups=1, state_dim=8)
+        >>> mamba.shapes(32)["k"], mamba.carried.state
+        ((32, 8), (4, 8, 16))
+
+    Attributes:
+      num_heads: heads H, each with a state, and with values, gate and step of its own.
+      head_dim: width of a head's values.
+      num_groups: groups of consecutive heads that share queries and keys, and are normed together; a divisor of H.
+      state_dim: width of queries and keys.
+      conv_width: tokens that the convolutions see, the present one included.
+      conv_bias: the convolutions have biases.
+      bias: the linear maps have biases.
+      norm_eps: epsilon of the norm of the results.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_width: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    # A few columns that decide how long everything is remembered.
+    kept_whole: ClassVar[tuple[str, ...]] = ("decay",)
+    convolved: ClassVar[tuple[str, ...]] = ("v", "k", "q")
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "num_heads", "head_dim", "num_groups", "state_dim", "conv_width")
+        check_number(self, "norm_eps", at_least=0)
+        if self.num_heads % self.num_groups:
+            raise InputError(f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the linear maps."""
+        return ("gate", "v", "k", "q", "decay", "o")
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the linear maps that have a bias: all or none."""
+        return self.projections if self.bias else ()
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Widths of a head of what is convolved."""
+        return {"v": self.head_dim, "k": self.state_dim, "q": self.state_dim}
+
+    def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
+        """Returns the shapes [in, out] of the kernels of all projections, for activations of width `d_model`."""
+        values, keys, _ = self.carried.channels
+        widths = {"gate": values, "v": values, "k": keys, "q": keys, "decay": self.num_heads}
+        return {name: (d_model, width) for name, width in widths.items()} | {"o": (values, d_model)}
+
+    @property
+    def carried(self) -> Carried:
+        """What a cache of the layer holds: the last inputs of the convolutions, and a matrix for each head."""
+        values, keys = self.num_heads * self.head_dim, self.num_groups * self.state_dim
+        return Carried(self.conv_width - 1, (values, keys, keys), (self.num_heads, self.state_dim, self.head_dim))
+
+    @property
+    def num_splits(self) -> int:
+        """The number of heads."""
+        return self.num_heads
+
+    @property
+    def token_flops(self) -> int:
+        """Operations of a token: it is added to a state, its query reads it; and convolutions."""
+        _, channels, state = self.carried
+        assert state is not None
+        return 4 * math.prod(state) + 2 * self.conv_width * sum(channels)
+
+    def describe(self) -> str:
+        """Returns the branch in words: `Mamba-2 of 48 heads of 128 x 64`."""
+        words = [f"Mamba-2 of {self.num_heads} heads of {self.state_dim} x {self.head_dim}"]
+        words += [f"{self.num_groups} groups"] * (self.num_groups > 1)
+        return ", ".join([*words, *self._extra_words()])
+
+
+RECURRENT: dict[str, type[RecurrentConfig]] = {
+    "delta_rule": DeltaRuleConfig,
+    "short_conv": ShortConvConfig,
+    "mamba2": Mamba2Config,
+}
 """The kinds of recurrent layers, by the keys under which a model directory has their configs."""

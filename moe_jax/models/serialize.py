@@ -17,7 +17,7 @@ from moe_jax.models.config import (
     segments_of,
 )
 from moe_jax.models.own_parts import BLOCK
-from moe_jax.models.recurrent_config import RECURRENT, DeltaRuleConfig, ShortConvConfig
+from moe_jax.models.recurrent_config import RECURRENT, DeltaRuleConfig, Mamba2Config, ShortConvConfig
 
 FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.
@@ -103,6 +103,7 @@ class _Layer:
     attention: AttentionConfig | None = None
     delta_rule: DeltaRuleConfig | None = None
     short_conv: ShortConvConfig | None = None
+    mamba2: Mamba2Config | None = None
     ffn: FFNConfig | None = None
     moe: MoEConfig | None = None
     cross: AttentionConfig | None = None

@@ -23,7 +23,7 @@ Layers:
     Embed, Head, Norm                token embeddings, logits, norms
     Vision, VisionTower              features of pictures as the model takes them, and an image encoder alone
     Attention, LatentAttention       grouped-query attention, and multi-head latent attention
-    DeltaRule, ShortConv             the gated delta rule, and a short convolution, in the place of attention
+    DeltaRule, ShortConv, Mamba2     the gated delta rule, a short convolution, Mamba-2, in the place of attention
     FFN, Linear                      a dense feed-forward network, and a linear map
     MoE, Perft                       a Mixture-of-Experts, and adapters beside it
     LinearRouter, CoderRouter        logits of experts
@@ -107,6 +107,7 @@ from moe_jax.nn.moe import load_per_layer as load_per_layer
 from moe_jax.nn.projector import register_projector_step as register_projector_step
 from moe_jax.nn.projector import tokens_per_picture as tokens_per_picture
 from moe_jax.nn.recurrent import DeltaRule as DeltaRule
+from moe_jax.nn.recurrent import Mamba2 as Mamba2
 from moe_jax.nn.recurrent import ShortConv as ShortConv
 from moe_jax.nn.stack import Stack as Stack
 from moe_jax.nn.stack import StackOutput as StackOutput
@@ -114,6 +115,6 @@ from moe_jax.nn.vision import Vision as Vision
 from moe_jax.nn.vision import VisionTower as VisionTower
 
 _show_signatures(
-    *(Attention, LatentAttention, DeltaRule, ShortConv, Decoder, Stack, BlockStack, Block, Embed, Head, Norm, FFN),
-    *(Linear, MoE, LinearRouter, CoderRouter, Perft, Vision, VisionTower),
+    *(Attention, LatentAttention, DeltaRule, ShortConv, Mamba2, Decoder, Stack, BlockStack, Block, Embed, Head, Norm),
+    *(FFN, Linear, MoE, LinearRouter, CoderRouter, Perft, Vision, VisionTower),
 )

@@ -11,9 +11,14 @@ cache that is returned is that after the last token of every row that is not pad
 
 from typing import Any
 
-from moe_jax.models.recurrent_config import DeltaRuleConfig, RecurrentConfig, ShortConvConfig
+from moe_jax.models.recurrent_config import DeltaRuleConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from moe_jax.nn.recurrent.delta_rule import DeltaRule as DeltaRule
+from moe_jax.nn.recurrent.mamba2 import Mamba2 as Mamba2
 from moe_jax.nn.recurrent.short_conv import ShortConv as ShortConv
 
-MODULES: dict[type[RecurrentConfig], Any] = {DeltaRuleConfig: DeltaRule, ShortConvConfig: ShortConv}
+MODULES: dict[type[RecurrentConfig], Any] = {
+    DeltaRuleConfig: DeltaRule,
+    ShortConvConfig: ShortConv,
+    Mamba2Config: Mamba2,
+}
 """The module of every kind of recurrence."""

@@ -10,7 +10,7 @@ from moe_jax.conversion.table import FUSED, PER_EXPERT, Row, Table
 from moe_jax.core.errors import InputError
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
-_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _DEFAULTS = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
@@ -18,7 +18,7 @@ _DEFAULTS = {
     "rope_theta": 10000.0,
     "intermediate_size": 11008,
     "attention_bias": False,
-    **dict.fromkeys(_FACTORS, 1.0),
+    **dict.fromkeys(FACTORS, 1.0),
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -27,7 +27,7 @@ _MOE_DEFAULTS = _DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "
 
 def _read(config: HFConfig, family: str, mlp: FFNConfig | MoEConfig) -> ModelConfig:
     """Reads a model whose layers all have this FFN or MoE."""
-    embedding, attention, residual, logits = (_read_factor(config, key) for key in _FACTORS)
+    embedding, attention, residual, logits = read_factors(config)
     layer = LayerConfig(
         attention=usual.read_attention(config, biases=usual.read_biases(config), scale=attention),
         mlp=mlp,
@@ -37,18 +37,21 @@ def _read(config: HFConfig, family: str, mlp: FFNConfig | MoEConfig) -> ModelCon
     return usual.read_decoder(config, family, layers, embed_scale=embedding, logit_scale=1 / logits)
 
 
-def _read_factor(config: HFConfig, key: str) -> float:
-    factor = config.required_number(key)
-    if factor <= 0:
-        raise InputError(f"config.json: {key}={factor} must be above 0")
-    return factor
+def read_factors(config: HFConfig) -> list[float]:
+    """Reads the factors of embeddings, scores and branches, and the divisor of logits."""
+    factors = [config.required_number(key) for key in FACTORS]
+    for key, factor in zip(FACTORS, factors, strict=True):
+        if factor <= 0:
+            raise InputError(f"config.json: {key}={factor} must be above 0")
+    return factors
 
 
-def _write_factors(config: ModelConfig) -> dict[str, Any]:
+def write_factors(config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys that `read_factors` reads."""
     scale = usual.same_attention(config, "scale of scores", lambda attention: attention.score_scale)
     residual = usual.same_in_all_layers(config, "scale of what is added", lambda layer: layer.residual_scale)
     values = (config.embed_scale, scale, residual, _inverse(config.logit_scale))
-    return dict(zip(_FACTORS, values, strict=True))
+    return dict(zip(FACTORS, values, strict=True))
 
 
 def _inverse(number: float) -> float:
@@ -65,7 +68,7 @@ def _write_moe(config: ModelConfig) -> dict[str, Any]:
         **usual.write_biases(config),
         **usual.write_ffn(moe.expert),
         **usual.write_moe(moe, "num_local_experts"),
-        **_write_factors(config),
+        **write_factors(config),
     }
 
 
@@ -78,7 +81,7 @@ GRANITE = Family(
         **usual.write_dense(config),
         **usual.write_biases(config),
         "mlp_bias": config.ffn(0).bias,
-        **_write_factors(config),
+        **write_factors(config),
     },
     table=(*usual.EMBEDDING, *usual.PLAIN_ATTENTION, *usual.GATED_FFN, *usual.HEAD),
     moe_formats=("granitemoe", "granitemoeshared"),
@@ -99,13 +102,14 @@ def _experts(first: str, last: str, router: str, layout: str) -> Table:
 
 
 # Those of published checkpoints, and those that Transformers 5 has for them.
-_MOE: Table = (
+MOE: Table = (
     *_experts("input_linear.weight", "output_linear.weight", "router.layer.weight", PER_EXPERT),
     *_experts("experts.gate_up_proj", "experts.down_proj", "router.weight", FUSED),
 )
 
 
-def _read_moe(config: HFConfig, **kwargs: Any) -> MoEConfig:
+def read_experts(config: HFConfig, **kwargs: Any) -> MoEConfig:
+    """Reads the MoE that all layers have; further keywords go to `MoEConfig`."""
     return usual.read_moe(config, config.required_integer("num_local_experts"), gate="topk_softmax", **kwargs)
 
 
@@ -113,10 +117,10 @@ GRANITEMOE = Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     defaults=_MOE_DEFAULTS,
-    read=lambda config: _read(config, "granitemoe", _read_moe(config)),
+    read=lambda config: _read(config, "granitemoe", read_experts(config)),
     write=_write_moe,
     balance_over="model",
-    table=(*usual.EMBEDDING, *usual.PLAIN_ATTENTION, *_MOE, *usual.HEAD),
+    table=(*usual.EMBEDDING, *usual.PLAIN_ATTENTION, *MOE, *usual.HEAD),
 )
 
 # --- with a shared expert of any width, that every token sees with weight 1 -----------------------
@@ -125,7 +129,7 @@ GRANITEMOE = Family(
 def _read_shared(config: HFConfig) -> ModelConfig:
     width = config.required_integer("shared_intermediate_size")
     shared = {"universal": "one", "universal_dim": width} if width else {}
-    return _read(config, "granitemoeshared", _read_moe(config, **shared))
+    return _read(config, "granitemoeshared", read_experts(config, **shared))
 
 
 def _write_shared(config: ModelConfig) -> dict[str, Any]:
@@ -133,7 +137,14 @@ def _write_shared(config: ModelConfig) -> dict[str, Any]:
     return _write_moe(config) | {"shared_intermediate_size": moe.universal_ffn.dim if moe.universal_beside else 0}
 
 
-_SHARED, _UNIVERSAL = "model.layers.{i}.shared_mlp", "layers/{i}/mlp/universal"
+def shared_ffn(ours: str) -> Table:
+    """Returns the rows of the FFN that every token sees, for the module `ours`."""
+    theirs, into = "model.layers.{i}.shared_mlp", (f"{ours}/gate/kernel", f"{ours}/up/kernel")
+    return (
+        Row(f"{theirs}.input_linear.weight", into, transpose=True),
+        Row(f"{theirs}.output_linear.weight", f"{ours}/down/kernel", transpose=True),
+    )
+
 
 GRANITEMOESHARED = Family(
     name="granitemoeshared",
@@ -145,13 +156,8 @@ GRANITEMOESHARED = Family(
     table=(
         *usual.EMBEDDING,
         *usual.PLAIN_ATTENTION,
-        *_MOE,
-        Row(
-            f"{_SHARED}.input_linear.weight",
-            (f"{_UNIVERSAL}/gate/kernel", f"{_UNIVERSAL}/up/kernel"),
-            transpose=True,
-        ),
-        Row(f"{_SHARED}.output_linear.weight", f"{_UNIVERSAL}/down/kernel", transpose=True),
+        *MOE,
+        *shared_ffn("layers/{i}/mlp/universal"),
         *usual.HEAD,
     ),
 )

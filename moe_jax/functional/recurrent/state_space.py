@@ -1,0 +1,100 @@
+"""The state-space duality of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, sections 5 and 6), in chunks.
+
+Every head has a state S [N, P], float32. A token with key k, query q, value v and log-decay g <= 0 changes it and
+reads it:
+
+    S <- exp(g) S + k v^T;    o = S^T q
+
+In the paper's words k is B, q is C, v is x times the step, and g is A times the step. In chunks of C tokens, what the
+tokens of a chunk read of each other is a masked product (section 6), and the recurrence runs over chunks.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moe_jax.functional.recurrent.delta_rule import CHUNK, document_begins
+
+
+class ScanInputs(NamedTuple):
+    """What the tokens bring. H heads have states; of queries and keys there may be fewer, G of them.
+
+    Attributes:
+      q, k: queries and keys.
+      v: values.
+      log_decay: logarithms of the decay, float32, at most 0.
+    """
+
+    q: Float[Array, "B T G N"]
+    k: Float[Array, "B T G N"]
+    v: Float[Array, "B T H P"]
+    log_decay: Float[Array, "B T H"]
+
+
+def state_scan(
+    inputs: ScanInputs, state: Float[Array, "B H N P"], documents: Int[Array, "B T"] | None = None
+) -> tuple[Float[Array, "B T H P"], Float[Array, "B H N P"]]:
+    """Returns what the queries read, float32, and the state after the last token.
+
+    Args:
+      inputs: of all tokens; products are of operands rounded to the dtype of the queries, and summed in float32.
+      state: before the first token, float32.
+      documents: document of every token, counted from 1; 0 is padding, which does nothing to the state, and reads
+        something that means nothing. A document begins with a state of zeros, but for the first of a row, which goes on
+        from `state`. None: a row is one document.
+    """
+    dtype, length = inputs.q.dtype, inputs.q.shape[1]
+    size = min(CHUNK, length)
+    begins = jnp.zeros(inputs.q.shape[:2], bool)
+    if documents is not None:
+        begins, counted = document_begins(documents), documents[:, :, None] > 0
+        # Keys and values too: what stands at padding may not be finite.
+        k, v = (jnp.where(counted[..., None], one, 0) for one in (inputs.k, inputs.v))
+        inputs = inputs._replace(k=k, v=v, log_decay=jnp.where(counted, inputs.log_decay, 0.0))
+
+    def chunked(one: Array) -> Array:
+        one = jnp.pad(one, [(0, 0), (0, -length % size)] + [(0, 0)] * (one.ndim - 2))
+        return jnp.moveaxis(one.reshape(one.shape[0], -1, size, *one.shape[2:]), 1, 0)
+
+    def next_chunk(state: Array, given: tuple[ScanInputs, Array]) -> tuple[Array, Array]:
+        return _chunk(*given, state, dtype)
+
+    # The backward pass makes the products between the tokens of a chunk again.
+    one_chunk = jax.checkpoint(next_chunk, prevent_cse=False)
+    state, read = jax.lax.scan(one_chunk, state, jax.tree.map(chunked, (inputs, begins)))
+    read = jnp.moveaxis(read, 0, 1)
+    return read.reshape(read.shape[0], -1, *read.shape[3:])[:, :length], state
+
+
+def _chunk(
+    inputs: ScanInputs, begins: Array, state: Float[Array, "B H N P"], dtype: DTypeLike
+) -> tuple[Float[Array, "B H N P"], Float[Array, "B C H P"]]:
+    """Returns the state after a chunk, and what its queries read."""
+    each = inputs.v.shape[2] // inputs.k.shape[2]
+    q, k = (jnp.repeat(one, each, axis=2) for one in (inputs.q, inputs.k))
+    documents = jnp.cumsum(begins.astype(jnp.int32), axis=1)
+    total = jnp.cumsum(inputs.log_decay, axis=1).transpose(0, 2, 1)
+    place = np.arange(total.shape[-1])
+    is_before = jnp.asarray(place[:, None] >= place[None, :])[None]
+    is_before = (is_before & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    # Masked before the exponential: decays from later tokens to earlier ones may be too large for a float.
+    between = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
+    goes_on, ends = (documents == 0)[:, None], (documents == documents[:, -1:])[:, None]
+    since = jnp.where(goes_on, jnp.exp(total), 0.0)
+    until = jnp.where(ends, jnp.exp(total[..., -1:] - total), 0.0)
+    within = _product("bchn,bdhn->bhcd", q, k, dtype) * between
+    read = _product("bhcd,bdhp->bchp", within, inputs.v, dtype)
+    read = read + _product("bchn,bhnp->bchp", q, state, dtype) * since.transpose(0, 2, 1)[..., None]
+    kept = inputs.v.astype(jnp.float32) * until.transpose(0, 2, 1)[..., None]
+    added = _product("bchn,bchp->bhnp", k, kept, dtype)
+    return state * since[..., -1:, None] + added, read
+
+
+def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Float[Array, "..."]:
+    precision = "highest" if jnp.dtype(dtype) == jnp.float32 else None
+    operands = (one.astype(dtype) for one in (x, y))
+    return jnp.einsum(pattern, *operands, precision=precision, preferred_element_type=jnp.float32)
