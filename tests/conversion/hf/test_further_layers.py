@@ -16,7 +16,7 @@ from moe_jax.models import config_from_json, config_to_json
 from tests.support.hf_checkpoints import CONFIGS, assert_same_bits, random_tensors, read_tensors, write_checkpoint
 from tests.support.tiers import long
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "deepseek_v32")
 
 
 def with_further(name: str, count: int = 1, **changes) -> tuple[dict, dict[str, np.ndarray]]:
@@ -86,7 +86,7 @@ def test_configs_say_how_many_there_are():
     assert read_hf_config(keys).further_layers == 0 and "further_layers" not in config_to_json(read_hf_config(keys))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "ernie4_5_moe", "glm_moe_dsa"])
 def test_other_families_have_none_that_are_known(name):
     with pytest.raises(InputError, match="--further keep"):
         read_hf_config(CONFIGS[name], further=True)
