@@ -5,7 +5,7 @@
 Heads are those of Qwen3-Next: 16 of queries and keys, 32 states of 128 x 128. `--times` runs the chunked form of
 2 x 1024 tokens in float32, forward alone and with all gradients, in turns with the fallback of Transformers without its
 CUDA kernels (`torch_chunk_gated_delta_rule`); the aim is 1.5 times as fast. `--compile` needs no device (JAX's CUDA
-plugin for GPUs): the branch of a layer in bfloat16 with all gradients at 8, 16 and 32 thousand tokens, whose memory
+plugin for GPUs): the branch of a layer in bfloat16 with all gradients at 8 and 32 thousand tokens, whose memory
 must grow with the length and not with its square; and a whole layer of Qwen3-Next-80B-A3B of 4096 tokens and of one
 token for each of 32 rows, whose 512 experts are in codes of 4 bits.
 """
@@ -39,7 +39,7 @@ from moe_jax.planning.planned_devices import described_devices, prepare_environm
 
 MIB, ROUNDS = 1 << 20, 5
 BATCH, LENGTH = 2, 1024
-LENGTHS = (8192, 16384, 32768)
+LENGTHS = (8192, 32768)
 QWEN3_NEXT = {
     "model_type": "qwen3_next",
     "hidden_size": 2048,

@@ -89,6 +89,7 @@ def test_a_row_without_padding(length):
 
 
 def test_gradients_are_those_of_the_recurrence(monkeypatch):
+    monkeypatch.setattr(module, "GROUP", 1)
     inputs, state, rng = drawn(3, 97)
     documents = documents_of(rng, 97)
     weights = rng.standard_normal((ROWS, 97, HEADS, VALUES)).astype(np.float32) * (documents > 0)[:, :, None, None]
@@ -134,4 +135,4 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
         traced = jax.make_jaxpr(lambda inputs: jax.vjp(lambda one: delta_rule(one)[0], inputs)[1])(shapes)
         return sum(int(np.prod(aval.shape)) for aval in traced.out_avals)
 
-    assert kept(16 * module.CHUNK) <= 2.05 * kept(8 * module.CHUNK)
+    assert kept(64 * module.CHUNK) <= 2.05 * kept(32 * module.CHUNK)
