@@ -6,7 +6,7 @@ Heads are those of Qwen3-Next: 16 of queries and keys, 32 states of 128 x 128. `
 2 x 1024 tokens in float32, forward alone and with all gradients, in turns with the fallback of Transformers without its
 CUDA kernels (`torch_chunk_gated_delta_rule`); the aim is 1.5 times as fast. `--compile` needs no device (JAX's CUDA
 plugin for GPUs): the branch of a layer in bfloat16 with all gradients at 8 and 32 thousand tokens, whose memory
-must grow with the length and not with its square; and a whole layer of Qwen3-Next-80B-A3B of 4096 tokens and of one
+must grow with the length and not with its square; and a whole layer of Qwen3-Next-80B-A3B of 3072 tokens and of one
 token for each of 32 rows, whose 512 experts are in codes of 4 bits.
 """
 
@@ -63,9 +63,9 @@ def main() -> None:
         mesh = Mesh(np.array(described_devices(topology)[:1]), ("data",))
         for length in LENGTHS:
             report(f"{topology}, the branch with gradients, {length} tokens", mesh, *branch(length), length=length)
-        for rows, length in ((1, 4096), (32, 1)):
+        for rows, length in ((1, 3072), (32, 1)):
             name = f"{topology}, a layer with experts of 4 bits, {rows} x {length} tokens"
-            report(name, mesh, *layer(rows, length), length=4096)
+            report(name, mesh, *layer(rows, length), length=3072)
 
 
 # --- times ----------------------------------------------------------------------------------------
