@@ -103,11 +103,11 @@ class LanguagePart:
 
 def _are_kernels(tensors: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether fused experts are [E, in, out]: what goes in and what comes out of a layer are equally wide."""
-    shapes = [
-        next((shape for name, shape in tensors.items() if name.endswith(f"mlp.experts.{one}_proj")), ())
+    gate_up, down = (
+        next((shape for name, shape in tensors.items() if name.endswith(f"mlp.experts.{one}_proj")), None)
         for one in ("gate_up", "down")
-    ]
-    return all(len(shape) == 3 for shape in shapes) and shapes[0][1] == shapes[1][2]
+    )
+    return gate_up is not None and down is not None and gate_up[1:2] == down[2:3]
 
 
 def _as_kernels(row: Row) -> Row:
@@ -186,6 +186,16 @@ LANGUAGE_PARTS = {
             names={"language_model.": ""},
             left_out=dict.fromkeys(("vision_model.", "multi_modal_projector."), _VISION),
             beside={},
+        ),
+        LanguagePart(
+            name="gemma4",
+            families={"gemma4_text": "gemma4_text"},
+            names={"model.language_model.": "model."},
+            left_out={
+                **dict.fromkeys(("model.vision_tower.", "model.embed_vision."), _VISION),
+                **dict.fromkeys(("model.audio_tower.", "model.embed_audio."), _HEARING),
+            },
+            beside={"tie_word_embeddings": True},
         ),
     )
 }

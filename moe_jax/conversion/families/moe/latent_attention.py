@@ -26,7 +26,7 @@ LATENT_ATTENTION: Table = (
 
 
 def read_latent_attention(config: HFConfig, *, interleaved: bool, rope: RopeConfig | None = None) -> AttentionConfig:
-    """Reads multi-head latent attention; its scale depends on the rotary embedding, by default that of the usual keys."""
+    """Reads multi-head latent attention; its scale depends on the rotary embedding, by default from the usual keys."""
     heads, kv_heads = config.required_integer("num_attention_heads"), config.integer("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         raise InputError(
