@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.shapes import shapes_of
@@ -59,6 +60,11 @@ def bank_calls(block: Any) -> list[Any]:
     if not block.is_moe:
         return calls
     moe, experts, given = block.mlp, block.mlp.experts, []
+    if moe.config.weighs_inputs and moe.config.top_k > 1:
+        raise InputError(
+            f"what experts are given is not recorded where inputs are weighted and a token has {moe.config.top_k} of "
+            "them: each is given another one"
+        )
 
     def apply_experts(tokens: Array, routing: Routing, key: Array | None) -> Array:
         given.append((tokens, routing))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, is_finite
 from moe_jax.core.formatting import short_repr
 
-ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,10 @@ class RopeConfig:
 
     Attributes:
       theta: base of the frequencies.
-      fraction: share of each head that is rotated, its first dimensions: 1 in Llama; 0: none are.
+      fraction: share of each head that is rotated, its first dimensions: 1 in Llama; 0: none are. With `proportional`,
+        share of the pairs of a whole head, those of high frequencies (Gemma 4).
       scaling: one of `ROPE_SCALINGS`; the fields below belong to some of them.
-      factor: stretch of the context (linear, dynamic, yarn, llama3, longrope).
+      factor: stretch of the context (linear, dynamic, yarn, llama3, longrope, proportional).
       original_max_positions: context length before stretching.
       attention_factor: multiplies cos and sin (yarn, longrope); None: the published formula.
       beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
@@ -43,7 +44,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     fraction: float = 1.0
-    scaling: Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"] = "none"
+    scaling: Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"] = "none"
     factor: float = 1.0
     original_max_positions: int | None = None
     attention_factor: float | None = None
@@ -94,7 +95,9 @@ class RopeConfig:
 
 
 def rotated_width(rope: RopeConfig, head_dim: int) -> int:
-    """Returns the number of dimensions of a head that are rotated; it is even."""
+    """Returns the number of dimensions of a head that are rotated, some perhaps by nothing; it is even."""
+    if rope.scaling == "proportional":
+        return head_dim // 2 * 2
     return int(head_dim * rope.fraction) // 2 * 2
 
 
@@ -161,6 +164,9 @@ def _frequencies(
     else:
         if rope.scaling == "linear":
             plain = plain / np.float32(rope.factor)
+        elif rope.scaling == "proportional":
+            turning = np.arange(rotated // 2) < int(rope.fraction * rotated // 2)
+            plain = np.where(turning, plain / np.float32(rope.factor), np.float32(0.0))
         elif rope.scaling == "llama3":
             plain = _llama3(rope, plain, original)
         elif rope.scaling == "yarn":

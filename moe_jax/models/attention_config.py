@@ -124,6 +124,8 @@ class AttentionConfig:
         4.5, GLM-4, Command R); of latent attention `latent` says it.
       sinks: every query head has a learned score of a key that is not there, in the denominator of its softmax: it may
         look at nothing (gpt-oss).
+      values_are_keys: values are the keys before their norm and rotation, and there is no map `v` (Gemma 4).
+      value_norm: the values of a head have an RMSNorm without scales (Gemma 4).
       output_gate: what the heads return is multiplied, entry by entry, by the sigmoid of a linear map of the input,
         `gate`, before the last map (AFMoE).
       relative_bias: a bias for the distance of key and query is added to the scores; all layers of the stack share its
@@ -149,6 +151,8 @@ class AttentionConfig:
     rope: RopeConfig | None = None
     rope_interleaved: bool = False
     sinks: bool = False
+    values_are_keys: bool = False
+    value_norm: bool = False
     output_gate: bool = False
     relative_bias: RelativeBiasConfig | None = None
     source_dim: int | None = None
@@ -194,10 +198,10 @@ class AttentionConfig:
             raise InputError(
                 f"rope_dim={latent.rope_dim} must be below head_dim={self.head_dim}, of which it is a part"
             )
-        if self.rope_interleaved or self.output_gate:
+        if self.rope_interleaved or self.output_gate or self.values_are_keys or self.value_norm:
             raise InputError(
-                "rope_interleaved and output_gate are for plain attention: latent attention has latent.interleaved, "
-                "and no such gate"
+                "rope_interleaved, output_gate, values_are_keys and value_norm are for plain attention: latent "
+                "attention has latent.interleaved, and nothing like the others"
             )
         others = (self.clip_qkv, self.score_soft_cap, self.source_dim, self.relative_bias, self.block_tokens)
         if self.qk_norm != "none" or self.sinks or any(other is not None for other in others):
@@ -238,7 +242,8 @@ class AttentionConfig:
     def projections(self) -> tuple[str, ...]:
         """Names of the linear maps."""
         if self.latent is None:
-            return (*PROJECTIONS, *["gate"] * self.output_gate)
+            maps = (name for name in PROJECTIONS if name != "v" or not self.values_are_keys)
+            return (*maps, *["gate"] * self.output_gate)
         return (*(("q",) if self.latent.q_rank is None else ("q_down", "q_up")), "kv_down", "kv_up", "o")
 
     @property
@@ -264,7 +269,8 @@ class AttentionConfig:
             source = d_model if self.source_dim is None else self.source_dim
             kv_shape = (source, self.num_kv_heads * self.head_dim)
             gate = {"gate": (d_model, q_width)} if self.output_gate else {}
-            return {"q": (d_model, q_width), "k": kv_shape, "v": kv_shape, "o": o_shape, **gate}
+            values = {} if self.values_are_keys else {"v": kv_shape}
+            return {"q": (d_model, q_width), "k": kv_shape, **values, "o": o_shape, **gate}
         shapes = {"q": (d_model, q_width)}
         if latent.q_rank is not None:
             shapes = {"q_down": (d_model, latent.q_rank), "q_up": (latent.q_rank, q_width)}

@@ -46,6 +46,7 @@ class LayerConfig:
       branch_scales: what a branch adds is first multiplied, entry by entry, by a vector of its own (LayerScale, Touvron
         et al. 2021).
       residual_scale: what a branch adds is multiplied by it (Granite).
+      output_scale: what the layer returns is multiplied by a number of its own, which is not trained (Gemma 4).
       module: `block`, or what `nn.register_layer` has added: the module of such a layer.
     """
 
@@ -57,6 +58,7 @@ class LayerConfig:
     shared_norm: bool = False
     branch_scales: bool = False
     residual_scale: float = 1.0
+    output_scale: bool = False
     module: str = BLOCK
 
     __repr__ = short_repr
@@ -76,6 +78,8 @@ class LayerConfig:
                 f"residual_scale={self.residual_scale} goes with norm_position 'pre', and attention and FFN one after "
                 "the other"
             )
+        if self.norms_inside and (self.norm_position not in ("pre", "both") or self.parallel):
+            raise InputError("branch_norm_eps goes with norm_position 'pre' or 'both', and with an MoE after attention")
         if self.shared_norm and not self.parallel:
             raise InputError("shared_norm is for attention and FFN in parallel")
         if self.cross is not None:
@@ -90,10 +94,10 @@ class LayerConfig:
             if cross.nf4 or cross.lora is not None or cross.latent is not None:
                 raise InputError("cross-attention has neither NF4 kernels nor LoRA nor latents")
             rotated = cross.rope_interleaved or cross.qk_norm in ("head_rotated", "head_unscaled")
-            if cross.output_gate or cross.needs_positions or rotated:
+            if cross.output_gate or cross.needs_positions or rotated or cross.values_are_keys or cross.value_norm:
                 raise InputError(
                     "cross-attention rotates nothing and has no positions: neither output_gate nor rope_interleaved, "
-                    "qk_norm of rotated heads, query_scale or block_tokens"
+                    "qk_norm of rotated heads, query_scale, block_tokens, values_are_keys or value_norm"
                 )
             if self.is_recurrent:
                 raise InputError("a recurrence in the place of attention goes without cross-attention")
@@ -116,6 +120,11 @@ class LayerConfig:
         """The recurrence of a layer that has one."""
         assert isinstance(self.attention, RecurrentConfig), "the layer has attention"
         return self.attention
+
+    @property
+    def norms_inside(self) -> bool:
+        """Whether the norms of what the FFN or MoE is given are its own, and not the layer's."""
+        return isinstance(self.mlp, MoEConfig) and self.mlp.branch_norm_eps is not None
 
 
 def check_num_layers(count: int) -> None:

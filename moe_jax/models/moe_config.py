@@ -153,6 +153,10 @@ class MoEConfig:
         be narrower than it.
       merged_experts: the number G of experts in the bank, if several of the E outputs of the router share one; None: E.
       perft: PEFT experts beside the MoE.
+      branch_norm_eps: the MoE is given activations without a norm, and its branches norm them for themselves (Gemma 4):
+        RMSNorms with this epsilon stand before and after the experts, before and after the universal FFN, and before a
+        linear router, whose input is divided by sqrt(d) besides. None: the layer norms what the MoE is given.
+      expert_scales: a linear router has a number for every expert, by which its weights are multiplied (Gemma 4).
       router_lora: LoRA on the kernel of a linear router; its only target is `router`.
       router_bias: a linear router has a bias (Med-MoE).
       router: `linear`, or what `nn.register_router` has added.
@@ -178,6 +182,8 @@ class MoEConfig:
     universal_dim: int | None = None
     merged_experts: int | None = None
     perft: PerftConfig | None = None
+    branch_norm_eps: float | None = None
+    expert_scales: bool = False
     router_lora: LoRAConfig | None = None
     router_bias: bool = False
     router: str = LINEAR
@@ -187,7 +193,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
         check_positive(self, "top_k", "universal_dim", "merged_experts", "capacity_rows")
-        check_number(self, "gate_scale", "capacity_factor", above=0)
+        check_number(self, "gate_scale", "capacity_factor", "branch_norm_eps", above=0)
         check_number(self, "balance_coef", "z_coef", "cv_coef", "sequence_balance_coef", at_least=0)
         check_member("balance_choices", self.balance_choices, BALANCE_CHOICES)
         GATES.check("gate", self.gate)
@@ -215,6 +221,8 @@ class MoEConfig:
                 raise InputError("router_bias goes with a linear router, and universal 'coder' has a gate network")
             return
         alone = {
+            "branch_norm_eps": self.branch_norm_eps is not None,
+            "expert_scales": self.expert_scales,
             "router_lora": self.router_lora is not None,
             "router_bias": self.router_bias,
             "selection.bias": self.selection.bias,
@@ -234,6 +242,8 @@ class MoEConfig:
                     f"{self.bank.kind} experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged "
                     "experts"
                 )
+        if self.expert_scales and (self.bank.form.needs_unit_weights or self.universal == "coder"):
+            raise InputError("expert_scales goes with a linear router and with experts whose weights need not sum to 1")
         if self.weighs_inputs and (self.bank.form.needs_unit_weights or self.extended or self.universal == "coder"):
             raise InputError(
                 "weighs_inputs goes with experts that are weighted one by one, and with none that sees all"
@@ -277,6 +287,8 @@ class MoEConfig:
             raise InputError(
                 f"extended needs experts over a shared base, and {self.bank.kind} experts have none; use another delta"
             )
+        if self.branch_norm_eps is not None and (self.universal != "one" or self.extended):
+            raise InputError("branch_norm_eps goes with universal 'one', an FFN beside the bank")
         if self.universal_dim is not None and not self.universal_beside:
             raise InputError(f"universal_dim={self.universal_dim} needs a universal FFN beside the bank")
 

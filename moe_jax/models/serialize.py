@@ -24,7 +24,11 @@ FORMAT = "moe_jax.model"
 VERSION = 2
 
 # Fields of attention that older files lack.
-_NEWER = ("rope_interleaved", "sinks", "output_gate", "block_tokens", "query_scale")
+_NEWER_OF_MOE = (
+    *("router", "router_bias", "weighs_inputs", "branch_norm_eps", "expert_scales", "balance_choices"),
+    *("capacity_rows", "sequence_balance_coef"),
+)
+_NEWER = ("rope_interleaved", "sinks", "output_gate", "block_tokens", "query_scale", "values_are_keys", "value_norm")
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -112,6 +116,7 @@ class _Layer:
     shared_norm: bool = False
     branch_scales: bool = False
     residual_scale: float = 1.0
+    output_scale: bool = False
     module: str = BLOCK
 
     def __post_init__(self) -> None:
@@ -153,7 +158,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     mlp = fields.pop("mlp")
     if layer.module == BLOCK:
         del fields["module"]  # as in older files
-    for name in ("branch_scales", "residual_scale"):
+    for name in ("branch_scales", "residual_scale", "output_scale"):
         if fields[name] == getattr(LayerConfig, name):
             del fields[name]  # likewise
     if layer.is_recurrent:
@@ -167,7 +172,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
             del attention["latent"]["indexer"]
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
-    for name in ("router", "router_bias", "weighs_inputs", "balance_choices", "capacity_rows", "sequence_balance_coef"):
+    for name in _NEWER_OF_MOE:
         if mlp[name] == getattr(MoEConfig, name):
             del mlp[name]
     return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}

@@ -133,7 +133,7 @@ class Attention(nnx.Module):
         """
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
         q = self._queries(x, keys["q"])
-        k, v = self._keys_and_values(x, keys["k"], keys["v"])
+        k, v = self._keys_and_values(x, keys["k"], keys.get("v"))
         if rope is not None:
             q, k = (apply_rope(one, *rope, interleaved=self.config.rope_interleaved) for one in (q, k))
         if self.config.qk_norm == "head_rotated":
@@ -195,7 +195,12 @@ class Attention(nnx.Module):
     def _keys_and_values(
         self, x: Float[Array, "B S e"], key_of_k: Array | None, key_of_v: Array | None
     ) -> tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]:
-        return self._heads(self.k(x, key_of_k), "k_norm"), self._heads(self.v(x, key_of_v), None)
+        made = self.k(x, key_of_k)
+        k, v = (
+            self._heads(made, "k_norm"),
+            self._heads(made if self.config.values_are_keys else self.v(x, key_of_v), None),
+        )
+        return k, rms_norm(v, None, self.norm_eps) if self.config.value_norm else v
 
     def _heads(self, projected: Float[Array, "B T w"], norm: str | None) -> Float[Array, "B T h D"]:
         """Divides a projection into heads, after its norm and clamp."""

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.experts.linear import Fixed
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
@@ -25,6 +27,7 @@ class Block(Summarised):
 
     attention_norm: Norm
     mlp_norm: Norm
+    output_scale: Fixed
 
     def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.is_moe = isinstance(config.mlp, MoEConfig)
@@ -37,7 +40,9 @@ class Block(Summarised):
         self.needs_positions = not config.is_recurrent and config.softmax_attention.needs_positions
         for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
             for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
-                setattr(self, f"{name}_{kind}", Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype))
+                inside = name == "mlp" and kind == "norm" and config.norms_inside
+                norm = "none" if inside else model.norm
+                setattr(self, f"{name}_{kind}", Norm(norm, model.d_model, model.norm_eps, dtype=dtype))
         if config.branch_scales:
             for name in ("attention", *["cross_attention"] * self.crosses, "mlp"):
                 setattr(self, f"{name}_scale", nnx.Param(jnp.ones(model.d_model, dtype)))
@@ -45,6 +50,9 @@ class Block(Summarised):
         if self.crosses:
             assert config.cross is not None
             self.cross_attention = Attention(config.cross, model, rngs=rngs, dtype=dtype)
+        self.scales_output = config.output_scale
+        if self.scales_output:
+            self.output_scale = Fixed(jnp.ones(1, dtype))
         make: Any = MoE if self.is_moe else FFN
         self.mlp = make(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
 
@@ -95,13 +103,18 @@ class Block(Summarised):
             for_attention = self.attention_norm(x)
             attended, cache = attend(for_attention)
             y, stats = apply_mlp(for_attention if self.shared_norm else self.mlp_norm(x))
-            return x + attended + y, cache, stats
+            return self._scaled(x + attended + y), cache, stats
         x, cache = self._add("attention", attend, x)
         if self.crosses:
             x, cross = self._add("cross_attention", attend_across, x)
             cache = None if cache is None else cache._replace(cross=cross)
         x, stats = self._add("mlp", apply_mlp, x)
-        return x, cache, stats
+        return self._scaled(x), cache, stats
+
+    def _scaled(self, x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+        if not self.scales_output:
+            return x
+        return x * jax.lax.stop_gradient(self.output_scale[...]).astype(x.dtype)[None, None]
 
     def _summary(self) -> list[str]:
         return [layer_words(self), size_of(self)]

@@ -36,7 +36,7 @@ from moe_jax.functional.routing import (
 from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, Segment, segments_of, single_layers
 from moe_jax.models.own_parts import LINEAR, ROUTERS
 from moe_jax.nn.inside import OFF, ChangeLogits, TokenRouting
-from moe_jax.nn.layers import FFN, Linear
+from moe_jax.nn.layers import FFN, Linear, Norm
 
 
 class LinearRouter(Linear):
@@ -44,7 +44,8 @@ class LinearRouter(Linear):
 
     With `bias` it has one, [E], which is added to the logits and trained like the kernel. With `selection_bias` it has
     one to choose by, [E], float32, zero at first and trained by no gradient. With `weighs_universal` another kernel,
-    `universal` [d, 1], computes the logit of a universal FFN's weight.
+    `universal` [d, 1], computes the logit of a universal FFN's weight. With `norm_eps` its input is normalised by the
+    RMSNorm `norm`, and divided by sqrt(d). With `expert_scales` it has `expert_scale` [E], factors of the weights.
     """
 
     def __init__(
@@ -56,19 +57,29 @@ class LinearRouter(Linear):
         bias: bool = False,
         selection_bias: bool = False,
         weighs_universal: bool = False,
+        norm_eps: float | None = None,
+        expert_scales: bool = False,
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
     ):
         super().__init__((d_model, num_experts), bias=bias, lora=lora, rngs=rngs, dtype=dtype)
         if selection_bias:
             self.selection_bias = Fixed(jnp.zeros(num_experts, jnp.float32))
+        self.normed = norm_eps is not None
+        if norm_eps is not None:
+            self.norm = Norm("rms", d_model, norm_eps, dtype=dtype)
+        if expert_scales:
+            self.expert_scale = nnx.Param(jnp.ones(num_experts, dtype))
         if weighs_universal:
             self.universal = Linear((d_model, 1), rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
         """Returns logits, float32; the key is for LoRA's dropout in training."""
+        x = x.astype(jnp.float32)
+        if self.normed:
+            x = self.norm(x) * jnp.float32(x.shape[-1] ** -0.5)
         with jax.default_matmul_precision("highest"):
-            return super().__call__(x.astype(jnp.float32), key)
+            return super().__call__(x, key)
 
     def universal_logit(self, x: Float[Array, "T d"]) -> Float[Array, " T"]:
         """Returns the logit of the universal FFN's weight, float32."""
@@ -299,6 +310,9 @@ class Perft(nnx.Module):
         return self.adapters(x, routing, key), (stats,)
 
 
+_BRANCH_NORMS = ("experts_norm", "experts_output_norm", "universal_norm", "universal_output_norm")
+
+
 class MoE(Summarised):
     """Routes every token to `top_k` experts of a bank, and to the universal FFN if there is one (methods.md 2.4).
 
@@ -343,6 +357,8 @@ class MoE(Summarised):
                 bias=config.router_bias,
                 selection_bias=config.selection.bias,
                 weighs_universal=config.universal == "sigmoid",
+                norm_eps=config.branch_norm_eps,
+                expert_scales=config.expert_scales,
                 rngs=rngs,
                 dtype=dtype,
             )
@@ -352,6 +368,9 @@ class MoE(Summarised):
             self.groups = Fixed(jnp.arange(config.num_experts, dtype=jnp.int32) % config.merged_experts)
         if config.universal_beside:
             self.universal = FFN(config.universal_ffn, d_model, rngs=rngs, dtype=dtype)
+        if config.branch_norm_eps is not None:
+            for name in _BRANCH_NORMS:
+                setattr(self, name, Norm("rms", d_model, config.branch_norm_eps, dtype=dtype))
         if config.perft is not None:
             self.perft = Perft(config.perft, d_model, rngs=rngs, dtype=dtype)
 
@@ -420,6 +439,9 @@ class MoE(Summarised):
             is_off = jnp.take(bias, routing.experts, mode="clip") <= OFF / 2
             experts, weights = jnp.where(is_off, NO_EXPERT, routing.experts), jnp.where(is_off, 0.0, routing.weights)
             routing = routing._replace(experts=experts, weights=weights)
+        if self.config.expert_scales:
+            scales = self._of_router("expert_scale", "scale of every expert")[...].astype(jnp.float32)
+            routing = routing._replace(weights=routing.weights * jnp.take(scales, routing.experts, mode="clip"))
         chosen = routing
         every = TokenRouting(*(array.reshape(*x.shape[:-1], -1) for array in (*routing, logits)))
         if self.config.merged_experts is not None:
@@ -429,19 +451,26 @@ class MoE(Summarised):
         if self.config.extended:
             weight = self._universal_weight(tokens, logits)
             routing = add_choice(routing, self.config.routed_experts, weight, valid)
+        given = self._normed("experts_norm", tokens)
         if self.config.weighs_inputs:
-            rows, of_rows = weighted_inputs(tokens, routing)
+            rows, of_rows = weighted_inputs(given, routing)
             y = self.experts(rows, of_rows, keys.fold_in(key, keys.EXPERTS))
             y = jnp.sum(y.reshape(len(tokens), self.config.top_k, -1), axis=1)
         else:
-            y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
+            y = self.experts(given, routing, keys.fold_in(key, keys.EXPERTS))
+        y = self._normed("experts_output_norm", y)
         if self.config.universal_beside:
-            universal = self.universal(tokens, keys.fold_in(key, keys.FFN))
+            universal = self.universal(self._normed("universal_norm", tokens), keys.fold_in(key, keys.FFN))
+            universal = self._normed("universal_output_norm", universal)
             y = add_weighted(y, universal, self._universal_weight(tokens, logits))
         if self.config.perft is None:
             return y.reshape(x.shape), (stats,), every
-        added, own_stats = self.perft(tokens, chosen, valid, keys.fold_in(key, keys.PERFT))
+        added, own_stats = self.perft(given, chosen, valid, keys.fold_in(key, keys.PERFT))
         return (y + added).reshape(x.shape), (stats, *own_stats), every
+
+    def _normed(self, name: str, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
+        """Applies one of `_BRANCH_NORMS`, if the MoE has them."""
+        return x if self.config.branch_norm_eps is None else getattr(self, name)(x)
 
     def _summary(self) -> list[str]:
         return [f"{self.config.describe().removeprefix('MoE of ')}; width {self.d_model:,}", size_of(self)]

@@ -14,7 +14,7 @@ import moe_jax
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import load_model
-from tests.families.cases import SMALL, llama4_text, mistral4
+from tests.families.cases import SMALL, gemma4_text, llama4_text, mistral4
 from tests.support.tiers import one_in
 
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 24))
@@ -44,6 +44,16 @@ _PIXTRAL = dict(
 _LLAMA4 = {**SMALL, **llama4_text.CASES["llama4_text-no-norm-every-second"]}
 _LLAMA4_SIGHT = dict(
     hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+_GEMMA_SIGHT = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    patch_size=4,
+    position_embedding_size=16,
 )
 
 WHOLES = {
@@ -80,6 +90,16 @@ WHOLES = {
         "Llama4ForConditionalGeneration",
         dict(text_config=_LLAMA4, vision_config=_LLAMA4_SIGHT),
         "llama4_text",
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        dict(
+            text_config={**SMALL, **gemma4_text.CASES["gemma4_text"], "pad_token_id": 0},
+            vision_config=_GEMMA_SIGHT,
+            audio_config=None,
+        ),
+        "gemma4_text",
     ),
 }
 

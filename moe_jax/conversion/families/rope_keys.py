@@ -18,6 +18,7 @@ SCALINGS = {
     **{name: name for name in ("linear", "dynamic", "yarn", "longrope")},
     "su": "longrope",
     "llama3": "llama3",
+    "proportional": "proportional",
 }
 # The keys that a scaling may have, and those that it must have. `RopeConfig` has a shorter name for one.
 _ORIGINAL = "original_max_position_embeddings"
@@ -30,6 +31,7 @@ _KEYS = {
     ),
     "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "proportional": ("factor",),
 }  # fmt: skip
 _REQUIRED = {
     **dict.fromkeys(("linear", "dynamic"), ("factor",)),

@@ -1,4 +1,4 @@
-"""Llama 4 and Mistral 4 beyond what every family is tested for: blocks, queries that grow, inputs that are weighted."""
+"""Llama 4, Mistral 4 and Gemma 4 beyond what every family is tested for: caches, documents, blocks, and refusals."""
 
 import dataclasses
 
@@ -29,7 +29,9 @@ APPLY = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
 BEGIN = nnx.jit(lambda model, tokens, **options: model(tokens, begins=True, **options))
 
 
-@pytest.fixture(scope="module", params=["llama4_text", pytest.param("mistral4", marks=long)])
+@pytest.fixture(
+    scope="module", params=["llama4_text", *(pytest.param(name, marks=long) for name in ("mistral4", "gemma4_text"))]
+)
 def pair(request, tmp_path_factory):
     """A random small model of Transformers, its logits, and ours; texts are five blocks, or three steps, long."""
     reference = random_model(CASES[request.param], request.param)
@@ -118,13 +120,20 @@ def test_blocks_cost_what_is_seen_in_them():
     assert _mean_context(dataclasses.replace(plain, block_tokens=8), 50) == seen.sum() / 50
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "mistral4"])
+NEW_FIELDS = {
+    "llama4_text": ("query_scale", "block_tokens", "weighs_inputs"),
+    "mistral4": ("query_scale",),
+    "gemma4_text": ("values_are_keys", "value_norm", "output_scale", "branch_norm_eps", "expert_scales"),
+}
+
+
+@pytest.mark.parametrize("family", NEW_FIELDS)
 def test_new_fields_are_in_configs_that_have_them_alone(family):
     config = read_hf_config(CONFIGS[family])
     assert config_from_json(config_to_json(config)) == config
-    assert "query_scale" in str(config_to_json(config))
+    assert all(name in str(config_to_json(config)) for name in NEW_FIELDS[family])
     others = str(config_to_json(read_hf_config(CONFIGS["mixtral"])))
-    assert not any(name in others for name in ("query_scale", "block_tokens", "weighs_inputs"))
+    assert not any(name in others for name in NEW_FIELDS[family])
 
 
 FOUR = {**CONFIGS["llama4_text"], "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}
@@ -196,3 +205,48 @@ def test_a_config_of_mistral4_that_says_nothing_of_its_rotation_means_that_of_th
     config = read_hf_config(keys)
     assert (config.rope.scaling, config.rope.factor, config.rope.original_max_positions) == ("yarn", 128.0, 8192)
     assert config.layers[0].attention.query_scale == QueryScaleConfig(coefficient=0.1, length=8192)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "inputs of single layers"),
+        ({"num_kv_shared_layers": 1}, "several layers share"),
+        ({"use_bidirectional_attention": "all"}, "text that sees"),
+        ({"rope_parameters": {"other": {}}}, "rope_parameters has"),
+        ({"per_layer_config": {"0": {"width": 3}}}, "per_layer_config of layer"),
+        ({"per_layer_config": {"5": {}}}, "not there"),
+        ({"layer_types": ["full_attention"] * 2, "per_layer_config": {"0": {"head_dim": 4}}}, "of other layers"),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_of_gemma4_is_refused_by_name(change, message):
+    with pytest.raises(InputError, match=message):
+        read_hf_config({**CONFIGS["gemma4_text"], **change})
+
+
+def test_heads_of_gemma4_are_read_from_both_places():
+    """Published configs have keys for layers that see all, and Transformers 5.24 writes a list of layers."""
+    keys = CONFIGS["gemma4_text"]
+    published = read_hf_config(keys)
+    listed = {key: value for key, value in keys.items() if "global" not in key}
+    listed["per_layer_config"] = {"01": {"head_dim": 16, "num_key_value_heads": 1}}
+    assert read_hf_config(listed) == published
+    assert [layer.attention.head_dim for layer in published.layers] == [8, 16]
+
+
+def test_the_last_layer_of_gemma4_sees_all():
+    keys = {key: value for key, value in CONFIGS["gemma4_text"].items() if key != "layer_types"}
+    windows = [layer.attention.sliding_window for layer in read_hf_config({**keys, "num_hidden_layers": 8}).layers]
+    assert windows == [8] * 5 + [None, 8, None]
+
+
+@pytest.mark.parametrize("field", [{"expert_scales": False}, {"branch_norm_eps": None}, {"universal": "none"}], ids=str)
+def test_experts_of_gemma4_have_scales_and_norms(field):
+    config = read_hf_config(CONFIGS["gemma4_text"])
+    layers = []
+    for layer in config.layers:
+        fields = {"branch_norm_eps": None, "universal_dim": None, **field} if "universal" in field else field
+        layers.append(dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, **fields)))
+    with pytest.raises(InputError, match="gemma4_text"):
+        write_hf_config(dataclasses.replace(config, layers=tuple(layers)))
