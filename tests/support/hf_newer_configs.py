@@ -295,4 +295,17 @@ NEWER: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "shared"],
         "num_nextn_predict_layers": 0,
     },
+    "granitemoehybrid": {
+        **_GRANITE,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 20,
+        "layer_types": ["mamba", "attention"],
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+    },
 }
