@@ -54,9 +54,17 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64),
     "stablelm": dict(use_parallel_residual=True, qk_layernorm=True),
     "phi": {},
+    "phi3": dict(pad_token_id=0),
+    "olmo2": {},
+    "olmo3": dict(sliding_window=64),
+    "smollm3": dict(no_rope_layers=[1, 1, 1, 0], pad_token_id=0),
+    "glm4": dict(head_dim=16, partial_rotary_factor=0.5, pad_token_id=0),
+    "cohere2": dict(sliding_window=64, logit_scale=1.0, pad_token_id=0),
+    "granite": dict(embedding_multiplier=4.0, residual_multiplier=0.5, attention_multiplier=0.25),
 }
 _EXPERTS = dict(num_experts_per_tok=4, moe_intermediate_size=48)
 _LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4)
+_SHARED = dict(n_routed_experts=16, n_shared_experts=1, n_group=1, topk_group=1)
 MOE: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
     "olmoe": dict(num_experts=16, num_experts_per_tok=4),
@@ -68,6 +76,35 @@ MOE: dict[str, dict[str, Any]] = {
         _EXPERTS, **_LATENT, n_routed_experts=16, n_shared_experts=1, q_lora_rank=24, n_group=4, topk_group=2,
         first_k_dense_replace=1,
     ),
+    "kimi_k2": dict(
+        _EXPERTS, **_LATENT, n_routed_experts=16, n_shared_experts=1, q_lora_rank=24, n_group=1, topk_group=1,
+        first_k_dense_replace=1, norm_topk_prob=True,
+    ),
+    "glm4_moe": dict(_EXPERTS, **_SHARED, head_dim=16, partial_rotary_factor=0.5, first_k_dense_replace=1),
+    "glm4_moe_lite": dict(
+        _EXPERTS, **_LATENT, **_SHARED, q_lora_rank=24, mlp_layer_types=["dense", *["sparse"] * 3]
+    ),
+    "solar_open": dict(_EXPERTS, **_SHARED, head_dim=16),
+    "exaone_moe": dict(
+        _EXPERTS, num_experts=16, num_shared_experts=1, n_group=1, topk_group=1, sliding_window=64,
+        mlp_layer_types=["dense", *["sparse"] * 3],
+    ),
+    "afmoe": dict(_EXPERTS, num_experts=16, num_shared_experts=1, num_dense_layers=1, head_dim=16, sliding_window=64),
+    "hunyuan_v1_moe": dict(num_experts=16, moe_topk=4, head_dim=16),
+    "phimoe": dict(num_local_experts=16, num_experts_per_tok=2),
+    "cohere2_moe": dict(
+        num_experts=16, num_experts_per_tok=4, head_dim=16, sliding_window=64, logit_scale=1.0, pad_token_id=0
+    ),
+    "dots1": dict(_EXPERTS, **_SHARED, first_k_dense_replace=1),
+    "ernie4_5_moe": dict(
+        moe_num_experts=16, moe_k=4, moe_intermediate_size=48, moe_num_shared_experts=1, moe_layer_start_index=1,
+        moe_layer_end_index=3, moe_layer_interval=1,
+    ),
+    "minimax_m2": dict(num_local_experts=16, num_experts_per_tok=4, head_dim=16, rotary_dim=8),
+    "granitemoe": dict(num_local_experts=16, num_experts_per_tok=4),
+    "granitemoeshared": dict(num_local_experts=16, num_experts_per_tok=4, shared_intermediate_size=48),
+    "flex_olmo": dict(num_experts=8, num_experts_per_tok=4, pad_token_id=0),
+    "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=16, sliding_window=64, rope_scaling=None),
 }  # fmt: skip
 SEQ_LEN = 128
 

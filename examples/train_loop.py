@@ -24,21 +24,23 @@ from moe_jax import peft, training
 def main(path: str, out: str | None = None) -> list[dict[str, Any]]:
     """Returns what `moe-jax train` writes to metrics.jsonl, but for the speed; some of it is printed."""
     recipe = training.load_recipe(path)
-    if recipe.ema is not None or recipe.distill is not None:
-        raise moe_jax.InputError(f"{path}: this loop has neither [ema] nor [distill]")
+    if recipe.ema is not None or recipe.distill is not None or recipe.mtp is not None:
+        raise moe_jax.InputError(f"{path}: this loop has neither [ema] nor [distill] nor [mtp]")
 
     # The model on the recipe's devices, the parameters that are trained, their optimizer, and the data.
     model = moe_jax.load(recipe)
     trained = peft.trainable_paths(model.decoder, train=recipe.partition.train, freeze=recipe.partition.freeze)
-    graphdef, params, frozen = peft.split_model(model.decoder, trained)
+    rate = recipe.moe.bias_update_rate
+    moved = training.moved_biases(model.decoder, rate)
+    graphdef, params, frozen = peft.split_model(model.decoder, trained | moved)
     optimizer, schedule = training.optimizer_of(recipe, model.decoder, trained), training.schedule_of(recipe)
     batches = training.open_batches(recipe, model.config, model.mesh, tokenizer_files=model.tokenizer_files)
 
     # A pure function, compiled once: its results take the place of its arguments, on the same devices.
     state = training.init_state(params, optimizer)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    accumulation = recipe.train.accumulation
-    step = training.make_step(graphdef, optimizer, schedule, seed=recipe.seed, accumulation=accumulation)
+    options = {"seed": recipe.seed, "accumulation": recipe.train.accumulation, "bias_update_rate": rate}
+    step = training.make_step(graphdef, optimizer, schedule, **options)
     step = jax.jit(step, donate_argnums=0, out_shardings=(places, places.step))
 
     records = []

@@ -44,6 +44,7 @@ Configs, which describe models without weights:
     Mamba2Config            Mamba-2, in the place of attention
     RopeConfig              rotary position embeddings
     RelativeBiasConfig      relative biases of attention
+    QueryScaleConfig        factors of queries that grow with their positions
     FFNConfig               a feed-forward network, or one expert
     MoEConfig               a Mixture-of-Experts: experts, routing, auxiliary losses
     BankConfig              the form of the experts, and of the base that they share
@@ -123,6 +124,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts import KernelBank as KernelBank
     from moe_jax.experts import LoRAConfig as LoRAConfig
     from moe_jax.experts import make_bank as make_bank
+    from moe_jax.functional.position_embeddings import QueryScaleConfig as QueryScaleConfig
     from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
     from moe_jax.functional.routing import route as route

@@ -186,6 +186,12 @@ SECTIONS = (
         layouts.VLLM,
     ),
     _program(
+        "four_bits",
+        "python benchmarks/four_bits.py DATA MODEL --llmc PYTHON --work WORK",
+        ("moe_jax/conversion", "moe_jax/compression/calibration", "moe_jax/compression/coding", *_MODEL),
+        layouts.FOUR_BITS,
+    ),
+    _program(
         "plan_train",
         "python benchmarks/plan_train.py MODEL --tower TOWER",
         (*_TRAINING, "moe_jax/peft", "moe_jax/planning/planned_training.py", "moe_jax/core/data_sheets.py"),

@@ -36,6 +36,7 @@ from moe_jax.conversion.writing.leaf_writing import Calibrate
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import shows_work
 from moe_jax.data.pictures.picture_sources import MARK
+from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
@@ -56,7 +57,7 @@ from moe_jax.upcycling.spec import UpcycleSpec
 
 @model_verb(UpcycleSpec)
 def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
-    """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
+    """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained, or an MoE larger.
 
         >>> moe = moe_jax.upcycle(moe_jax.tiny_model(), experts=4, top_k=2, every=2, delta="low-rank:2")
         >>> moe.config.moe_layers
@@ -65,8 +66,14 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
         >>> measured["step0_max_abs_difference"] <= measured["step0_allowed"]
         True
 
+    An MoE gets more experts, copies of those it has; a token goes to as many times more of them.
+
+        >>> larger = moe_jax.upcycle(moe, experts=8, step0_check=False)
+        >>> larger.config.moe(1).num_experts, larger.config.moe(1).top_k
+        (8, 4)
+
     Args:
-      model: a dense model, or the path of one.
+      model: a dense model or an MoE, or the path of one.
       out: where a directory appears, which must not exist; None: the model stays in memory. With `method="pesc"`,
         unless `rest` is `full`, it is an adapter directory, which refers to the dense model and needs the path of one.
       spec: the options.
@@ -76,10 +83,15 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: if the model is an MoE already, the options do not go with it or each other, weights are not
-        finite, the logits differ, or `out` exists. Nothing is left behind.
+      InputError: if the options do not go with the model or each other, weights are not finite, the logits differ, or
+        `out` exists. Nothing is left behind.
     """
     target, source = destination(out), open_model(model, spec.base)
+    if source.config.moe_layers:
+        upcycled_config(source.config, spec)  # mistakes are found before experts are measured
+        with work_bars() as progress:
+            made = _upcycle(source, target, spec, demand=_demand(source, spec), progress=progress)
+        return result(target, model, made)
     text = _probe_text(source, upcycled_config(source.config, spec), spec.text, check=spec.step0_check)
     with work_bars() as progress:
         made = _upcycle(
@@ -92,6 +104,23 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
             progress=progress,
         )
     return result(target, model, made)
+
+
+def _demand(source: ModelSource, spec: UpcycleSpec) -> dict[int, np.ndarray] | None:
+    """Returns how much each expert of an MoE calls for copies, by layer; None: all alike."""
+    if spec.copies_by == "even" or spec.text is None:
+        return None
+    from moe_jax.api.compress import read_rows  # takes a while to import
+    from moe_jax.upcycling.expert_demand import measure_demand
+
+    by, text = spec.copies_by, spec.text
+
+    def measure() -> dict[str, list[float]]:
+        length = default_seq_len(source.config)
+        rows = read_rows(source, text, seq_len=length, samples=None, seed=spec.seed, image_folder=None)
+        return {str(layer): found.tolist() for layer, found in measure_demand(source, rows, by=by).items()}
+
+    return {int(layer): np.array(found) for layer, found in first_decides(measure).items()}
 
 
 @model_verb(AdaptSpec)

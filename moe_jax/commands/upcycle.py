@@ -1,4 +1,4 @@
-"""`moe-jax upcycle SRC DST`: a dense model becomes a Mixture-of-Experts; `plan` takes the same options."""
+"""`moe-jax upcycle SRC DST`: a dense model becomes an MoE, or an MoE a larger one; `plan` takes the same options."""
 
 import dataclasses
 from pathlib import Path
@@ -22,6 +22,8 @@ class _Command:
     The FFN of a layer is its feed-forward network. Experts begin as equal copies of it, so that it makes no difference
     which of them the router, which is new and random, chooses.
 
+    An MoE becomes a larger one: its experts are copied, and with them what the router knows of them.
+
     With --method pesc, unless --rest is full, the output is an adapter directory: it holds only the adapters and refers
     to the dense model, which has to stay where it is.
     """
@@ -31,8 +33,8 @@ class _Command:
     made: ClassVar[tuple[str, ...]] = ("dst",)
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
-    """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training
-    run), or org/name on the Hugging Face Hub."""
+    """A dense model, or an MoE: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a
+    training run), or org/name on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
 
@@ -45,6 +47,7 @@ class _Command:
 
 Options = command_options(_Command, UpcycleSpec)
 GROUPS = {
+    "of an MoE, which becomes a larger one": ("copies_by", "router_noise", "shared_from"),
     "which layers get experts, and of what form": ("method", "experts", "top_k", "every", "first", "layers", "delta"),
     "how a token's experts are weighted": ("gate", "router", "router_bias", "universal", "extended"),
     "training, kept in the model's config": (
@@ -66,6 +69,8 @@ EXAMPLES = """
 moe-jax upcycle SmolLM2-135M-Instruct moe --experts 4 --top-k 2 --delta low-rank:16
 # every expert a copy of the FFN, in all layers
 moe-jax upcycle llama-dir moe-dir --experts 8 --top-k 2 --every 1
+# twice as many experts as an MoE has, more of those that a text needs, and as many of them for a token as before
+moe-jax upcycle olmoe-dir large-dir --experts 128 --copies-by use --text text.txt
 """
 
 
@@ -93,6 +98,9 @@ def _summary(dst: Path, result: "Upcycled") -> "Table":
     table = Table(title=str(dst), title_justify="left", show_header=False)
     table.add_row("MoE layers", f"{len(moe_layers)} of {result.config.num_layers}: {', '.join(map(str, moe_layers))}")
     table.add_row("experts", f"{moe.num_experts}, {moe.top_k} per token, {moe.bank.kind}")
+    if result.copies is not None:
+        fewest, most = min(map(min, result.copies.values())), max(map(max, result.copies.values()))
+        table.add_row("each expert became", f"{fewest}" if fewest == most else f"{fewest} to {most}")
     if moe.universal != "none":
         table.add_row("universal FFN", f"{moe.universal}, {'one more delta' if moe.extended else 'beside the experts'}")
     table.add_row("parameters", f"{result.dense.params:,} -> {result.upcycled.params:,}")

@@ -298,6 +298,7 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[in
     """Returns the layers to compress, ascending; `InputError` if the model has none of them, or has adapters."""
     if not config.moe_layers:
         raise InputError("the model is dense: it has no experts to compress; moe-jax upcycle makes an MoE of it")
+    config.check_no_further("compression")
     if is_tuned(config):
         raise InputError("the model has adapters, LoRA or NF4 kernels: compress its base, and adapt what comes out")
     if layers is None:

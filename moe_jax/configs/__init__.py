@@ -16,7 +16,9 @@ Models:
     IndexerConfig                    chooses the keys of latent attention
     DeltaRuleConfig                  the gated delta rule, in the place of attention
     ShortConvConfig, Mamba2Config    a gated short convolution, and Mamba-2, in the place of attention
+    RecurrentConfig, Carried         any such recurrence, and what its cache holds
     RopeConfig, RelativeBiasConfig   position embeddings
+    QueryScaleConfig                 factors of queries that grow with their positions
     FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
     SelectionConfig                  restricts the choice of experts
     AdapterConfig, LoRAConfig, PerftConfig
@@ -39,6 +41,7 @@ Training:
     OptimizerSection, GroupSection, ScheduleSection, TrainSection
                                      optimizer, parameters with their own options, learning rate, steps
     EmaSection, DistillSection       an average of parameters, a teacher
+    MoESection, MTPSection           balance among experts, and layers that predict tokens after the next
     MeshSection                      devices
     CheckpointSection, LogSection, EvalSection
                                      what is written, and what is measured
@@ -61,6 +64,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts.forms import Sparse as Sparse
     from moe_jax.models import AdapterConfig as AdapterConfig
     from moe_jax.models import AttentionConfig as AttentionConfig
+    from moe_jax.models import Carried as Carried
     from moe_jax.models import DeltaRuleConfig as DeltaRuleConfig
     from moe_jax.models import FFNConfig as FFNConfig
     from moe_jax.models import ImageProcessing as ImageProcessing
@@ -73,6 +77,8 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models import PatchesConfig as PatchesConfig
     from moe_jax.models import PerftConfig as PerftConfig
+    from moe_jax.models import QueryScaleConfig as QueryScaleConfig
+    from moe_jax.models import RecurrentConfig as RecurrentConfig
     from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.models import RopeConfig as RopeConfig
     from moe_jax.models import SelectionConfig as SelectionConfig
@@ -80,6 +86,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import VisionConfig as VisionConfig
     from moe_jax.models import config_from_json as config_from_json
     from moe_jax.models import config_to_json as config_to_json
+    from moe_jax.training.balance.moe_section import MoESection as MoESection
     from moe_jax.training.recipe import CheckpointSection as CheckpointSection
     from moe_jax.training.recipe import DistillSection as DistillSection
     from moe_jax.training.recipe import EmaSection as EmaSection
@@ -88,6 +95,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.training.recipe import LogSection as LogSection
     from moe_jax.training.recipe import MeshSection as MeshSection
     from moe_jax.training.recipe import ModelSection as ModelSection
+    from moe_jax.training.recipe import MTPSection as MTPSection
     from moe_jax.training.recipe import OptimizerSection as OptimizerSection
     from moe_jax.training.recipe import PartitionSection as PartitionSection
     from moe_jax.training.recipe import Recipe as Recipe

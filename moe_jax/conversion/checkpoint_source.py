@@ -63,7 +63,7 @@ class Weights(NamedTuple):
     tensors: dict[str, TensorEntry]  # positions of all tensors that fill a leaf
     pieces: dict[str, list[Piece]]  # leaf path -> the pieces that fill it
     layout: str  # expert layout of the checkpoint
-    duplicates: dict[str, str]  # tensors that must equal another one: name -> name of the other
+    duplicates: dict[str, Tied]  # tensors that must equal another one, by name
     ignored: dict[str, str]  # tensors that are not converted: name -> reason
 
 
@@ -87,8 +87,9 @@ def match_weights(
     table = table_of(config) if table is None else table
     layout = detect_layout(table, tensors)
     mapped = mapped_model(config, leaves, layout, table=table)
-    tied = {entry.tensor: entry.equals for entry in table if isinstance(entry, Tied)}
-    duplicates, ignored, unexpected = {}, {}, []
+    tied = {entry.tensor: entry for entry in table if isinstance(entry, Tied)}
+    duplicates: dict[str, Tied] = {}
+    ignored, unexpected = {}, []
     for name in (name for name in tensors if name not in mapped.tensors):
         why = next((one.why for one in table if isinstance(one, Ignored) and re.fullmatch(one.pattern, name)), None)
         if name in tied:
@@ -99,7 +100,7 @@ def match_weights(
             unexpected.append(f"{clipped(name)} is unexpected")
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in tensors] + unexpected
-    expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
+    expected = {**mapped.tensors, **{name: mapped.tensors[one.equals] for name, one in duplicates.items()}}
     problems += _shape_problems(tensors, expected, described_by)
     if not problems:  # a leaf that is stacked from several dtypes could not hold them bit for bit
         entries = {leaf: [tensors[piece.tensor] for piece in pieces] for leaf, pieces in mapped.pieces.items()}
@@ -286,8 +287,12 @@ class CheckpointSource(abc.ABC):
     def _rows(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
         if piece.turns:
             # Those of all leaves are read, whose columns lie between each other.
-            every = piece._replace(shape=(*piece.shape, len(piece.turns)), turns=())
-            return self._rows(entry, every, start, stop)[..., piece.turns.index(piece.leaf)]
+            own, count = piece.turns.index(piece.leaf), len(piece.turns)
+            if piece.in_blocks:
+                every = piece._replace(shape=(*piece.shape[:-1], count, piece.shape[-1]), turns=())
+                return self._rows(entry, every, start, stop)[..., own, :]
+            every = piece._replace(shape=(*piece.shape, count), turns=())
+            return self._rows(entry, every, start, stop)[..., own]
         row = math.prod(piece.shape[1:])
         if entry.strides is not None:
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
@@ -324,16 +329,16 @@ class CheckpointSource(abc.ABC):
         self._check_in_place()
         if not piece.turns:
             return found
-        own = slice(piece.turns.index(piece.leaf), None, count)
+        number = piece.turns.index(piece.leaf)
+        own = slice(number * rows, (number + 1) * rows) if piece.in_blocks else slice(number, None, count)
         zeros = None if found.zeros is None else found.zeros[own]
         return CodesOfGroups(found.codes[own], found.scales[own], zeros)
 
     def _check_duplicates(self, tensor: str) -> None:
-        for duplicate, original in self.weights.duplicates.items():
-            if original == tensor and not self._equal(duplicate, original):
+        for duplicate, tied in self.weights.duplicates.items():
+            if tied.equals == tensor and not self._equal(duplicate, tensor):
                 raise InputError(
-                    f"{self.path}: config.json ties {duplicate} to {original}, but the two differ; "
-                    "set tie_word_embeddings to false if they are meant to"
+                    f"{self.path}: config.json ties {duplicate} to {tensor}, but the two differ; {tied.otherwise}"
                 )
 
     def _equal(self, a: str, b: str) -> bool:

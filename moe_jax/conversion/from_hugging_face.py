@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -74,12 +74,15 @@ def convert(
     source: HuggingFaceDirectory | GGUFModel
     if is_gguf(src):
         elsewhere.check(takes_parts=False)
+        if spec.further == "keep":
+            raise InputError(f"--further keep: {src} is a GGUF file, of which these layers are not read")
         source = GGUFModel(src)
     elif dry_run and not (src.is_dir() and has_weights(src)):
-        _print_expected(src, dtype, spec.ignored_keys, elsewhere, console)
+        _print_expected(src, spec, elsewhere, console)
         return
     else:
-        source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys, elsewhere=elsewhere)
+        further = spec.further == "keep"
+        source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys, elsewhere=elsewhere, further=further)
     if (codes := source.codes_inside()) is not None:
         said = f"quantised tensors become {dtype or 'float32'}: {codes.in_words()}"
         for line in filter(None, (said, codes.partly)):
@@ -105,6 +108,7 @@ def convert(
     config = replace(reader.config, dtype=dtype) if dtype else reader.config
     options = {"dtype": dtype, "ignore_keys": sorted(spec.ignored_keys), "allow_nonfinite": spec.allow_nonfinite}
     options |= {} if kept is None else {"codes": spec.codes}
+    options |= {"further": spec.further} if spec.further == "keep" else {}
     options |= {name: str(place) for name, place in elsewhere._asdict().items() if place is not None}
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
@@ -160,19 +164,17 @@ def _elsewhere(spec: ConvertSpec, *, weights: bool) -> Elsewhere:
     return Elsewhere(tower, None if spec.projector is None else as_path(spec.projector))
 
 
-def _print_expected(
-    path: Path, dtype: str | None, ignored_keys: Collection[str], elsewhere: Elsewhere, console: Console
-) -> None:
+def _print_expected(path: Path, spec: ConvertSpec, elsewhere: Elsewhere, console: Console) -> None:
     """Prints the mapping of an absent checkpoint, whose config.json, or directory with it, is at a path."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no config at {file}")
     try:
         data = completed_config(read_json_object(file, allow=("nonfinite",)), elsewhere, ())
-        config = read_hf_config(data, ignored=ignored_keys)
+        config = read_hf_config(data, ignored=spec.ignored_keys, further=spec.further == "keep")
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-    stored, leaves = leaf_specs(config), leaf_specs(config, dtype)
+    stored, leaves = leaf_specs(config), leaf_specs(config, spec.dtype)
     mapped = mapped_model(config, stored, PER_EXPERT)
     console.print(f"{file} has no weights beside it; a checkpoint of this config holds:", markup=False)
     print_mapping(mapped, leaves, stored, console)

@@ -8,6 +8,7 @@ from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
 from moe_jax.conversion.formats import format_of, without_format
 from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
+from moe_jax.conversion.vision_formats.language_parts import LANGUAGE_PARTS
 from moe_jax.conversion.vision_formats.vision_format import Parts
 from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
 from moe_jax.images.processing import read_processing
@@ -16,8 +17,7 @@ from moe_jax.models import ImageProcessing, ModelConfig
 # Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
 _NOT_COMPARED = {
     *("family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "balance_choices"),
-    "capacity_factor",
-    "capacity_rows",
+    *("sequence_balance_coef", "capacity_factor", "capacity_rows"),
 }
 
 
@@ -26,6 +26,7 @@ def read_hf_config(
     *,
     ignored: Collection[str] = (),
     processing: Mapping[str, Any] | ImageProcessing | None = None,
+    further: bool = False,
 ) -> ModelConfig:
     """Reads a config.json, parsed, in the style of Transformers 4 or 5. Keys that are not used are kept in `foreign`.
 
@@ -34,6 +35,7 @@ def read_hf_config(
       ignored: keys that are assumed to change nothing; those of an object in it as `object.key`.
       processing: of a model that sees, the keys of the preprocessor_config.json beside it, or what they say; None:
         there is none, and pictures are processed as is usual for the tower.
+      further: whether layers that predict tokens after the next belong to the model; they are otherwise left out.
 
     Raises:
       InputError: unknown family, or format of quantised numbers; missing, ill-typed or contradicting values; or unknown
@@ -42,6 +44,11 @@ def read_hf_config(
     format_of(data)  # one that is unknown is found before anything else is asked
     data = without_format(data)
     name = _family_name(data)
+    if further and (name not in FAMILIES or FAMILIES[name].further_form is None):
+        raise InputError(f"--further keep: of {name!r} models no layers are known that predict tokens after the next")
+    if name in LANGUAGE_PARTS:
+        whole = LANGUAGE_PARTS[name]
+        return _read_inside(whole.where, whole.keys(data), ignored)
     known = [*ignored, *(MODEL_TYPES[name].harmless if name in MODEL_TYPES else ())]
     parts = Parts(lambda key: _read_part(data, key, known), lambda *given: _processing(processing, *given))
     if name in MODEL_TYPES:
@@ -66,7 +73,7 @@ def read_hf_config(
     if family.classifier_architecture in _architectures(data):
         config = _as_classifier(config, family, data)
     keys.check_all_known(family.harmless, ignored)
-    return config
+    return dataclasses.replace(config, further_layers=family.count_further(data)) if further else config
 
 
 def _read_part(
@@ -80,14 +87,19 @@ def _read_part(
     if not isinstance(part, Mapping):
         raise InputError(f"config.json: {key!r} is {shown(part)}, expected the config of a model")
     part = {**more, **part, **{one: more[one] for one in ("model_type",) if one in more}}
-    within = f"{key}."
+    return _read_inside(key, part, ignored)
+
+
+def _read_inside(where: str, part: Mapping[str, Any], ignored: Collection[str]) -> ModelConfig:
+    """Reads the config of a part, which stands there in the config of the whole."""
+    within = f"{where}."
     try:
         return read_hf_config(part, ignored=[one.removeprefix(within) for one in ignored if one.startswith(within)])
     except InputError as error:
         # The option to ignore a key names it with the object that it is in.
         said, option, named = str(error).partition("--ignore-keys ")
         named = named.replace(",", f",{within}")
-        raise InputError(f"{key}: {said}{option}{within if option else ''}{named}") from None
+        raise InputError(f"{where}: {said}{option}{within if option else ''}{named}") from None
 
 
 def _processing(
@@ -135,7 +147,8 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_back(config: ModelConfig, written: Mapping[str, Any]) -> ModelConfig:
-    return read_hf_config(written, processing=None if config.vision is None else config.vision.processing)
+    processing = None if config.vision is None else config.vision.processing
+    return read_hf_config(written, processing=processing, further=config.further_layers > 0)
 
 
 def kept_keys(config: ModelConfig) -> set[str]:
@@ -189,6 +202,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         )
     config = with_balance_over(config, family.balance_over)
     written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    if config.further_layers and family.further_form is not None:
+        written[family.further[0]] = config.further_layers
     if config.num_classes is None or family.classifier_architecture is None:
         return written
     # It would say whether a head for tokens, which the model lacks, is the embedding; T5's encoder uses it, too.
@@ -253,7 +268,7 @@ def _family_name(data: Mapping[str, Any]) -> str:
                 f"{_nearest_to(given, known)}; add its model_type, one of {len(FAMILIES)} in the documentation"
             )
     within = [family.within[0] for family in FAMILIES.values() if family.within is not None]
-    if not isinstance(name, str) or name not in {*FAMILIES, *MODEL_TYPES, *within}:
+    if not isinstance(name, str) or name not in {*FAMILIES, *MODEL_TYPES, *LANGUAGE_PARTS, *within}:
         if isinstance(data.get("text_config"), Mapping):
             raise InputError(
                 f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language "

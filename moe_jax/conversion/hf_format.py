@@ -26,7 +26,7 @@ from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.routing import GATES
 from moe_jax.model_io.in_memory import ModelInMemory
-from moe_jax.model_io.loading import check_leaves, leaf_specs
+from moe_jax.model_io.loading import FURTHER, check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
@@ -229,7 +229,9 @@ class MergedModel:
 
         Shapes and dtypes are those of `specs`; deltas are added in float32.
         """
-        if "/experts/" in path:
+        if path.startswith(FURTHER):
+            yield None, self._source.read(path)
+        elif "/experts/" in path:
             yield from self._experts(path)
         elif "/mlp/universal/" in path:
             yield None, self._universal(path)

@@ -25,6 +25,8 @@ from moe_jax.conversion.vision_formats.elsewhere import (
     of_projector,
     with_parts,
 )
+from moe_jax.conversion.vision_formats.language_parts import LANGUAGE_PARTS
+from moe_jax.conversion.vision_formats.usual_format import with_tie
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
@@ -131,10 +133,18 @@ class HuggingFaceDirectory(CheckpointSource):
     another directory takes this one's place in the meantime, reading is an error: the two must not be mixed.
     """
 
-    def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = (), elsewhere: Elsewhere = NOWHERE):
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        ignored_keys: Collection[str] = (),
+        elsewhere: Elsewhere = NOWHERE,
+        further: bool = False,
+    ):
         """Reads the config; unknown keys of config.json that are `ignored_keys` are assumed to change nothing.
 
-        The tower and the projector of a model that sees may be `elsewhere`.
+        The tower and the projector of a model that sees may be `elsewhere`. Layers that predict tokens after the next
+        are left out unless `further`.
 
         Raises:
           FileNotFoundError: if there is no such directory.
@@ -155,9 +165,12 @@ class HuggingFaceDirectory(CheckpointSource):
             names = self.checkpoint.tensors if _needs_names(data) and has_weights(self.path) else ()
             data = completed_config(data, elsewhere, names)
             self.quantized_as = self._format_of(data)
-            self.config = read_hf_config(data, ignored=ignored_keys, processing=self.processing_keys())
+            how: dict[str, Any] = {"processing": self.processing_keys(), "further": further}
+            self.config = read_hf_config(data, ignored=ignored_keys, **how)
             family = family_named(self.config.family)
-            self._table = (*table_of(self.config), *family.left_out(self.config, data))
+            self._whole = LANGUAGE_PARTS.get(str(data.get("model_type")))
+            keys = data if self._whole is None else self._whole.keys(data)
+            self._table = (*table_of(self.config, reading=True), *family.left_out(self.config, keys))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
@@ -231,8 +244,10 @@ class HuggingFaceDirectory(CheckpointSource):
         from moe_jax.model_io.loading import leaf_specs
 
         leaves, where = leaf_specs(self.config), str(self.path)
-        tensors = {plain_name(self.config, name): entry for name, entry in self.checkpoint.tensors.items()}
+        tensors = {self._plain_name(name): entry for name, entry in self.checkpoint.tensors.items()}
         table = self._table
+        if self._whole is not None:
+            table = self._whole.table(table, {name: entry.shape for name, entry in tensors.items()})
         try:
             if self.quantized_as is None:
                 check_no_codes(tensors)
@@ -247,6 +262,10 @@ class HuggingFaceDirectory(CheckpointSource):
             except InputError as error:
                 raise InputError(f"{self.path}: {error}") from None
         return match_weights(tensors, self.config, leaves, where, table=table)
+
+    def _plain_name(self, tensor: str) -> str:
+        """Returns the name of a tensor as the table has it."""
+        return plain_name(self.config, tensor if self._whole is None else self._whole.plain_name(tensor))
 
     def _with_parts(self, own: Mapping[str, TensorEntry], vision: VisionConfig) -> dict[str, TensorEntry]:
         """Returns the tensors of the checkpoint, and those of its tower and its projector that are in other files."""
@@ -293,6 +312,8 @@ def completed_config(data: Mapping[str, Any], elsewhere: Elsewhere, tensors: Col
     elsewhere.check(takes_parts=family is not None and family.sees is not None)
     if format_ is not None and format_.completed_by_names is not None:
         return format_.completed_by_names(data, tensors)
+    if name in LANGUAGE_PARTS and LANGUAGE_PARTS[name].tied_by_names:
+        return with_tie(data, tensors)
     if family is None or family.sees is None:
         return data
     if family.completed is not None:
@@ -307,6 +328,8 @@ def _needs_names(data: Mapping[str, Any]) -> bool:
     """Whether names of tensors say something about the model that its config.json does not."""
     name = str(data.get("model_type"))
     family, format_ = FAMILIES.get(name), MODEL_TYPES.get(name)
+    if name in LANGUAGE_PARTS:
+        return LANGUAGE_PARTS[name].tied_by_names
     return any(one is not None for one in (family and family.completed, format_ and format_.completed_by_names))
 
 

@@ -4,16 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.conversion.families import family_named
+from moe_jax.conversion.families.mtp_tensors import further_rows
 from moe_jax.conversion.table import Mapped, Table, apply_table
 from moe_jax.conversion.vision_formats import vision_format_named
 from moe_jax.models import ModelConfig
 
 
-def table_of(config: ModelConfig) -> Table:
-    """Returns the table of a model in the format of its family, or of the model that it sees with."""
-    table = family_named(config.family).table_of(config)
+def table_of(config: ModelConfig, *, reading: bool = False) -> Table:
+    """Returns the table of a model in the format of its family, or of the model that it sees with.
+
+    Where a checkpoint is read, copies of tensors beside further layers need not be there (`further_rows`).
+    """
+    family = family_named(config.family)
+    table = family.table_of(config)
     if config.vision is None:
-        return table
+        return (*table, *further_rows(family, config, reading=reading))
     tower = config.vision.tower
     return vision_format_named(config.vision.family).table(
         config.vision, table, family_named(tower.family).table_of(tower)

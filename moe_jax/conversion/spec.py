@@ -54,6 +54,10 @@ class ConvertSpec(TakesNonfinite):
         str | os.PathLike[str] | None, Shown("FILE", "in the checkpoint or beside it", Path | None)
     ] = None
     """Of a MoE-LLaVA: the mm_projector.bin that a first stage of training left."""
+    further: Literal["leave", "keep"] = "leave"
+    """Layers behind the last one, which predict tokens after the next (DeepSeek-V3 and V3.2, Kimi-K2, GLM-4.5 and 4.7):
+    leave them out; or keep them, to be trained with [mtp] in a recipe, and exported with the model. It computes the
+    same."""
 
     @property
     def ignored_keys(self) -> tuple[str, ...]:

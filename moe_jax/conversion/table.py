@@ -11,7 +11,7 @@ and each works in both directions:
 - transpose: the tensor is [out, in], the leaf [in, out];
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
 - join: a row with several leaves is a fused tensor, the leaves joined along the rows of the tensor;
-- interleave: or their columns take turns in it;
+- interleave: or their columns take turns in it, or stand side by side;
 - groups: or a group of columns of each, such as those of a head, before the next group;
 - reshape: a row with a `shape` has a tensor of other axes;
 - heads: a row with `heads` has a stack of some columns of every head, and the leaf is put together from several rows.
@@ -24,7 +24,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import rich.table
 from rich.console import Console
@@ -70,6 +70,7 @@ class Row:
         kernel of a convolution; None: it has the same.
       heads: the columns that the tensor has of every head of its one leaf; None: it has the whole leaf.
       interleaved: the leaves take turns along the tensor's last axis: the first column of each, then the second ones.
+      side_by_side: the leaves, which are equally wide, are joined along the tensor's last axis.
       groups: number of groups of rows of the tensor, each of which has an equal part of every leaf, one leaf after the
         other: the columns that belong to a head, or to some heads. A `Family` says it of its tensors.
     """
@@ -84,6 +85,7 @@ class Row:
     shape: tuple[int, ...] | None = None
     heads: Heads | None = None
     interleaved: bool = False
+    side_by_side: bool = False
     groups: int = 1
 
 
@@ -101,6 +103,14 @@ class Tied:
 
     tensor: str
     equals: str
+    otherwise: ClassVar[str] = "set tie_word_embeddings to false if they are meant to"
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied(Tied):
+    """A copy of a tensor, beside layers that predict tokens after the next."""
+
+    otherwise: ClassVar[str] = "leave the further layers out (--further leave)"
 
 
 Entry = Row | Ignored | Tied
@@ -141,6 +151,7 @@ class Piece(NamedTuple):
     template: str  # the tensor of its row, with `{i}` and `{e}`
     columns: tuple[int, int] | None = None  # of the leaf that it fills, the first and the one after the last; None: all
     turns: tuple[str, ...] = ()  # leaves whose columns take turns in the tensor from the offset on; none: they do not
+    in_blocks: bool = False  # a turn is all columns of a leaf, and not one
 
 
 class Mapped(NamedTuple):
@@ -211,10 +222,12 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
             assert row.shape is None or math.prod(row.shape) == math.prod(shape), (row, shape)
             mapped.tensors[name] = shape if row.shape is None else row.shape
         offset = 0 if e is None or "{e}" in row.tensor else e * math.prod(mapped.tensors[name][1:])
-        turns = tuple(paths) if row.interleaved else ()
+        turns = tuple(paths) if row.interleaved or row.side_by_side else ()
         for path, shape in zip(paths, shapes, strict=True):
             piece_shape = _piece_shape(shape if e is None else shape[1:], row.transpose)
-            piece = Piece(name, offset, piece_shape, path, e, row.transpose, row.tensor, turns=turns)
+            piece = Piece(
+                name, offset, piece_shape, path, e, row.transpose, row.tensor, turns=turns, in_blocks=row.side_by_side
+            )
             mapped.pieces.setdefault(path, []).append(piece)
             offset += 0 if turns else math.prod(piece_shape)
 
@@ -257,7 +270,7 @@ def _piece_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
 def _tensor_shape(row: Row, shapes: list[tuple[int, ...]], *, stacked: bool) -> tuple[int, ...]:
     """Returns the shape of the tensor of a row, all experts included unless it has one tensor per expert."""
     pieces = [_piece_shape(shape[1:] if stacked else shape, row.transpose) for shape in shapes]
-    if row.interleaved:
+    if row.interleaved or row.side_by_side:
         joined = (*pieces[0][:-1], sum(piece[-1] for piece in pieces))
     else:
         joined = (sum(piece[0] for piece in pieces), *pieces[0][1:])
@@ -335,7 +348,7 @@ def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
     if piece.expert is not None and len(tensor_shape) == len(piece.shape):
         names.append("stack")
     if piece.turns:
-        names.append("interleave")
+        names.append("split" if piece.in_blocks else "interleave")
     elif tensor_shape[-len(piece.shape) :] != piece.shape:
         names.append("split")
     return ", ".join(names) or "rename"

@@ -89,6 +89,7 @@ def export(
     tensors = _planned(mapped, specs)
     packing = None if packed is None else packed(source, config)
     if packing is not None:
+        config.check_no_further("an export in codes")
         tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
         if calibrate is not None and not packing.is_calibrated:
             raise InputError(f"--calibrate {spec.calibrate}: no part gets new whole numbers, which a text could choose")
@@ -154,7 +155,8 @@ def export(
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:
-                written = read_hf_config(keys, ignored=kept_keys(config), processing=_processing_of(config))
+                how: dict[str, Any] = {"processing": _processing_of(config), "further": config.further_layers > 0}
+                written = read_hf_config(keys, ignored=kept_keys(config), **how)
                 match_weights(found.tensors, written, leaf_specs(written), str(folder))
             else:
                 _check_planned(found.tensors, tensors)

@@ -48,8 +48,12 @@ class Part(NamedTuple):
 
     path: str  # of the kernel's module, such as `layers/0/mlp/experts/gate`
     lora: LoRAConfig  # its LoRA
-    first: int  # of the tensor's outputs that belong to it
-    last: int  # of them, exclusive
+    runs: tuple[tuple[int, int], ...]  # of the tensor's outputs that are its own, in order: first and last, exclusive
+
+    @property
+    def outputs(self) -> np.ndarray:
+        """The tensor's outputs that are its own, in their order."""
+        return np.concatenate([np.arange(*run) for run in self.runs])
 
 
 class Target(NamedTuple):
@@ -225,7 +229,6 @@ def targets_of(config: ModelConfig) -> list[Target]:
                 raise InputError(f"{family.name!r} comes with code of its own, in which experts are not one parameter")
             piece, shape = pieces[0], mapped.tensors[pieces[0].tensor]
             *_, outputs, inputs = shape
-            first = piece.offset // inputs
             # The kernel itself may be stored as NF4.
             a, b = (stored[f"{path}/lora/{factor}"].shape for factor in "ab")
             if (*a[:-1], b[-1]) != tuple(specs[f"{path}/kernel"].shape) or not piece.transpose:
@@ -237,7 +240,9 @@ def targets_of(config: ModelConfig) -> list[Target]:
             everywhere, is_only = templates[piece.template], last_names[_last_name(piece.template)] == 1
             new = Target(piece.tensor, piece.template, everywhere, is_only, outputs, is_parameter, [])
             target = found.setdefault(piece.tensor, new)
-            target.parts.append(Part(path, lora, first, first + piece.shape[0]))
+            of_one = [one for one in pieces if one.expert == piece.expert]  # of all experts, those of the first
+            starts = [(one.offset // inputs, one.shape[0]) for one in of_one]
+            target.parts.append(Part(path, lora, tuple((start, start + count) for start, count in starts)))
     places = {f"{part.path}/lora/a" for target in found.values() for part in target.parts}
     if left := sorted(path for path in stored if path.endswith("/lora/a") and path not in places):
         raise InputError(f"{left[0].removesuffix('/lora/a')} has LoRA and no place in it")
@@ -265,7 +270,7 @@ def factors(target: Target, read: Callable[[str], np.ndarray], *, rank: int, sca
         begin, end = end, end + part.lora.rank
         other = with_experts(f"{part.path}/lora/b")
         a[:, begin:end] = of_part.swapaxes(1, 2)
-        b[:, part.first : part.last, begin:end] = other.swapaxes(1, 2) * dtype.type(part.lora.scale / scale)
+        b[:, part.outputs, begin:end] = other.swapaxes(1, 2) * dtype.type(part.lora.scale / scale)
     return a.reshape(-1, inputs), np.ascontiguousarray(b.transpose(1, 2, 0)).reshape(target.outputs, -1)
 
 

@@ -14,7 +14,7 @@ INIT_STD = 0.02
 """Standard deviation of fresh kernels."""
 
 # What a stream of random numbers is for. Part of every stream's key: changing one changes what a seed gives.
-ROUTER, FACTOR, POSITIONS, FRESH, NOISE, DROPPED, REDRAWN = range(7)
+ROUTER, FACTOR, POSITIONS, FRESH, NOISE, DROPPED, REDRAWN, COPIED = range(8)
 
 
 def stream(seed: int, *key: int) -> np.random.Generator:

@@ -41,6 +41,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"lm_head/bias", P("tensor")),
     (r"lm_head/hidden/kernel", P("fsdp", None)),
     (r"lm_head/hidden/bias", P()),
+    (r"further/\d+/joint/kernel", P("fsdp", None)),
     (r".*norm/(scale|bias)|.*/(attention|cross_attention|mlp)_scale", P()),
     (r".*relative_bias/table", P()),
     (r".*attention/[qkv]/bias", P("tensor")),

@@ -39,6 +39,23 @@ class Visibility(NamedTuple):
     key_segments: Int[Array, "B S"] | None = None
     prefix: Int[Array, " B"] | None = None
 
+    def in_blocks(self, length: int, positions: Int[Array, "B T"], key_positions: Int[Array, "B S"]) -> "Visibility":
+        """Returns the same for documents that are cut into blocks of `length` tokens, each of which sees itself only.
+
+        A block is then a document of its own, so that whatever knows documents, as kernels do, knows blocks. The
+        positions are those in documents.
+        """
+        # Of the two numbers that name a block, its own has the room that is left beside the largest of a document. Two
+        # blocks whose numbers are then the same are farther apart than a row is long.
+        room = jnp.iinfo(jnp.int32).max // (positions.shape[1] + 2)
+
+        def names(positions: Array, documents: Array | None) -> Array:
+            number = positions // length
+            return number if documents is None else documents * room + number % room
+
+        segments, key_segments = names(positions, self.segments), names(key_positions, self.key_segments)
+        return self._replace(segments=segments, key_segments=key_segments)
+
 
 class AttentionOptions(NamedTuple):
     """The static arguments of `attention.attention`; `scale` is 1/sqrt(D) where it is None there."""

@@ -111,18 +111,20 @@ def _along_last(array: Float[Array, "*axes d"], ndim: int) -> Float[Array, "... 
 
 
 def rms_norm(
-    x: Float[Array, "... d"], scale: Float[Array, "*axes d"], eps: float, *, plus_one: bool = False
+    x: Float[Array, "... d"], scale: Float[Array, "*axes d"] | None, eps: float, *, plus_one: bool = False
 ) -> Float[Array, "... d"]:
     """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), times `scale`, which may have several axes.
 
     Args:
       x: the input.
-      scale: one factor per element of the last axis, or of as many last axes as it has.
+      scale: one factor per element of the last axis, or of as many last axes as it has; None: there are none.
       eps: added to the mean square.
       plus_one: the factors are `1 + scale`, added in float32 (Gemma).
     """
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    if scale is None:
+        return (x32 * inverse).astype(x.dtype)
     factors = _along_last(scale, x.ndim)
     return (x32 * inverse * (1.0 + factors if plus_one else factors)).astype(x.dtype)
 

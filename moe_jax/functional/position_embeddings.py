@@ -1,5 +1,7 @@
 """Position embeddings: rotary ones (Su et al., 2021) with their published scalings, and relative biases (T5).
 
+Also the factors of queries that grow with positions, which keep attention to long texts sharp.
+
 Rotary embeddings have the half-split layout, as in most Hugging Face checkpoints: dimension i is rotated with dimension
 i + r/2. In the interleaved layout (DeepSeek-V2) it is rotated with its neighbour.
 """
@@ -66,9 +68,9 @@ class RopeConfig:
             raise InputError(f"rope fraction={self.fraction} must lie in [0, 1]: it is the share that is rotated")
         if self.scaling == "yarn" and self.theta <= 1.0:
             raise InputError(f"rope theta={self.theta} must be above 1: scaling 'yarn' divides by its logarithm")
-        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+        if self.scaling == "llama3" and self.high_freq_factor < self.low_freq_factor:
             raise InputError(
-                f"rope high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
+                f"rope high_freq_factor={self.high_freq_factor} is below low_freq_factor={self.low_freq_factor}"
             )
         if self.scaling == "longrope":
             self._check_longrope()
@@ -188,8 +190,11 @@ def _dynamic(
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray, original: int) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended (none are, in Llama 4)."""
     wavelength = 2 * math.pi / plain
+    if rope.low_freq_factor == rope.high_freq_factor:
+        stretched = wavelength > original / rope.low_freq_factor
+        return np.where(stretched, plain / rope.factor, plain).astype(np.float32)
     smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * plain / rope.factor + smooth * plain
     stretched = np.where(wavelength > original / rope.low_freq_factor, plain / rope.factor, plain)
@@ -315,3 +320,36 @@ def bias_between(
     farthest = by_distance.shape[1] // 2
     distance = key_positions[None, :] - positions[:, None]
     return jnp.take(by_distance, jnp.clip(distance, -farthest, farthest) + farthest, axis=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScaleConfig:
+    """A factor of queries that grows with their position, in steps (Llama 4 and Mistral 4; arXiv 2501.19399).
+
+        >>> moe_jax.QueryScaleConfig(coefficient=0.1, length=8192).from_one
+        False
+
+    Attributes:
+      coefficient: the factor at position p is `1 + coefficient log(1 + floor(p / length))`.
+      length: positions of a step.
+      from_one: positions are counted from 1 here, and not from 0.
+    """
+
+    coefficient: float
+    length: int
+    from_one: bool = False
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        check_number(self, "coefficient", at_least=0)
+        check_positive(self, "length")
+
+
+def scaled_queries(
+    q: Float[Array, "B T H D"], config: QueryScaleConfig, positions: Int[Array, "B T"]
+) -> Float[Array, "B T H D"]:
+    """Returns queries times the factor of their positions, which is float32, in their dtype."""
+    steps = ((positions + int(config.from_one)) // config.length).astype(jnp.float32)
+    factors = 1.0 + jnp.float32(config.coefficient) * jnp.log1p(steps)
+    return (q.astype(jnp.float32) * factors[..., None, None]).astype(q.dtype)

@@ -250,6 +250,17 @@ class Routing(NamedTuple):
     weights: Float[Array, "T k"]
 
 
+def weighted_inputs(x: Float[Array, "T d"], routing: Routing) -> tuple[Float[Array, "T*k d"], Routing]:
+    """Returns the input of every assignment, times its weight, and its routing to one expert with weight 1.
+
+    The sum over a token's k rows of what the experts return is that of experts whose inputs are weighted.
+    """
+    tokens, choices = routing.weights.shape
+    rows = x.astype(jnp.float32)[:, None, :] * routing.weights[..., None]
+    one = Routing(routing.experts.reshape(-1, 1), jnp.where(routing.experts == NO_EXPERT, 0.0, 1.0).reshape(-1, 1))
+    return rows.astype(x.dtype).reshape(tokens * choices, -1), one
+
+
 class RouterStats(NamedTuple):
     """Statistics of a router's decisions for a batch: means over the tokens that are not padding; float32.
 
@@ -264,6 +275,7 @@ class RouterStats(NamedTuple):
       gram: mean over the tokens of the product of the logits of every two experts. It has no gradient.
       tokens: the number of tokens.
       balanced_load: the load that the balance loss is of: `load`, or the share of the first choices alone.
+      sequence_balance: mean over the tokens of the `balance` within each one's sequence; 0 where it was not asked for.
     """
 
     z: Float[Array, ""]
@@ -274,6 +286,7 @@ class RouterStats(NamedTuple):
     gram: Float[Array, "E E"]
     tokens: Float[Array, ""]
     balanced_load: Float[Array, " E"]
+    sequence_balance: Float[Array, ""]
 
     @property
     def balance(self) -> Float[Array, ""]:
@@ -316,6 +329,7 @@ def route(
     num_sequences: int = 1,
     pads_capacity: bool = False,
     balance_choices: Literal["all", "first"] = "all",
+    sequences: int | Int[Array, "R n"] | None = None,
 ) -> tuple[Routing, RouterStats]:
     """Chooses `top_k` experts for every token.
 
@@ -346,6 +360,9 @@ def route(
         among them, in which it takes room too: all first choices come before all second ones. Of a gate whose weights
         sum to 1, those that are left of a token do so again. The groups are what `num_sequences` counts.
       balance_choices: the choices that the `balanced_load` counts, all k or the first.
+      sequences: those that the `sequence_balance` is taken within: a number of rows of equal length, each of which is
+        one; or R rows of n tokens, with the document of every token, which lie one after the other. None: it is not
+        computed.
 
     Raises:
       InputError: for arrays of other shapes, logits that are not float32, `top_k` out of range, or no gate.
@@ -390,8 +407,42 @@ def route(
         experts, weights = jnp.where(kept, experts, NO_EXPERT), jnp.where(kept, weights, 0.0)
     count = jnp.sum(counted)
     loads = jax.lax.stop_gradient((load, balanced))
-    stats = RouterStats(z, loads[0], dropped, importance, mean_probability, gram, count, loads[1])
+    within = jnp.zeros((), jnp.float32)
+    if sequences is not None:
+        within = _balance_within(sequences, assigned * (counted / top_k)[:, None], probabilities, counted) / total
+    stats = RouterStats(z, loads[0], dropped, importance, mean_probability, gram, count, loads[1], within)
     return Routing(experts, weights), stats
+
+
+def _balance_within(
+    sequences: int | Int[Array, "R n"],
+    shares: Float[Array, "T E"],
+    probabilities: Float[Array, "T E"],
+    counted: Float[Array, " T"],
+) -> Float[Array, ""]:
+    """Returns the sum over sequences of their tokens times `E * sum_i f_i P_i`, both taken within the sequence.
+
+    Of sequences of equal length, its mean over the tokens is DeepSeek-V3's complementary loss (arXiv:2412.19437,
+    equations 17 to 20) without the coefficient: the mean over the sequences. A longer one counts by its tokens.
+
+    Args:
+      sequences: as in `route`.
+      shares: of every token's one assignment, split over its k experts; zeros for padding.
+      probabilities: scores, normalised over the experts.
+      counted: 1 for tokens that are not padding, 0 for padding.
+    """
+    rows = sequences if isinstance(sequences, int) else sequences.shape[0]
+    parts = (jax.lax.stop_gradient(shares), probabilities * counted[:, None], counted[:, None])
+    parts = [part.reshape(rows, -1, part.shape[-1]) for part in parts]
+    if isinstance(sequences, int):
+        load, probability, tokens = (jnp.sum(part, axis=1) for part in parts)
+    else:
+        # Which of its row's documents a token belongs to, counted from 0; there are no more of them than tokens.
+        begins = jnp.diff(sequences, axis=1, prepend=sequences[:, :1]) != 0
+        document = jnp.cumsum(begins.astype(jnp.int32), axis=1)
+        sums = jax.vmap(lambda part, at: jax.ops.segment_sum(part, at, num_segments=at.shape[0]))
+        load, probability, tokens = (sums(part, document) for part in parts)
+    return shares.shape[-1] * jnp.sum(load * probability / jnp.maximum(tokens, 1.0))
 
 
 def squared_cv(x: Float[Array, "*S E"]) -> Float[Array, "*S"]:

@@ -32,6 +32,8 @@ _ON_HOST = 32 << 20
 VISION = "vision/"
 TOWER = "vision/tower/"
 """The paths of the image encoder of a model that sees begin with it, in memory and on disk."""
+FURTHER = "further/"
+"""Likewise those of layers that predict tokens after the next."""
 _STACKED = re.compile(r"(?:vision/tower/)?(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 

@@ -8,10 +8,10 @@ from moe_jax.core.errors import InputError, check_member, check_number, check_po
 from moe_jax.core.formatting import short_repr
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.functional.attention import MASKS
-from moe_jax.functional.position_embeddings import RelativeBiasConfig, RopeConfig
+from moe_jax.functional.position_embeddings import QueryScaleConfig, RelativeBiasConfig, RopeConfig
 
 PROJECTIONS = ("q", "k", "v", "o")
-QK_NORMS = ("none", "projection", "head", "head_rotated", "head_layer")
+QK_NORMS = ("none", "projection", "head", "head_rotated", "head_layer", "head_unscaled")
 
 # Projections of latent attention that can have a bias.
 LATENT_BIASES = ("q_down", "kv_down", "o")
@@ -107,14 +107,18 @@ class AttentionConfig:
       head_dim: width of a head, not necessarily d/H.
       biases: the `projections` that have one, in their order.
       qk_norm: on queries and keys: RMSNorm over the whole `projection` (OLMoE) or per `head` (Qwen3), or per head after
-        it was rotated (`head_rotated`, Hunyuan); or `head_layer`, LayerNorm without bias per head, each with scales of
-        its own (StableLM-2 12B); or none. An RMSNorm has factors `1 + scale` where the norms of the model have them.
+        it was rotated (`head_rotated`, Hunyuan), which may have no scales (`head_unscaled`, Llama 4); or `head_layer`,
+        LayerNorm without bias per head, each with scales of its own (StableLM-2 12B); or none. An RMSNorm has factors
+        `1 + scale` where the norms of the model have them.
       clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
       mask: `causal`: a token sees itself and those before it; `bidirectional`: all; `prefix`: causal, and all tokens
         see the prefix of their row.
       sliding_window: a query sees tokens less than this many positions away, itself included; None: all.
+      block_tokens: a text is cut into blocks of so many tokens, and a query sees its own block only (the chunked
+        attention of Llama 4); None: it is not.
       scale: of the scores; None: 1/sqrt(head_dim).
       score_soft_cap: scaled scores become `c tanh(scores / c)` (Gemma 2); None: no cap.
+      query_scale: a factor of queries that grows with their position; None: there is none.
       rope: the layer's own rotary embedding; None: that of the model.
       rope_interleaved: rotated pairs are neighbours, (2i, 2i + 1), and not (i, i + r/2) of r rotated entries (ERNIE
         4.5, GLM-4, Command R); of latent attention `latent` says it.
@@ -134,12 +138,14 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     biases: tuple[Literal["q", "k", "v", "q_down", "q_up", "kv_down", "kv_up", "o", "gate"], ...] = ()
-    qk_norm: Literal["none", "projection", "head", "head_rotated", "head_layer"] = "none"
+    qk_norm: Literal["none", "projection", "head", "head_rotated", "head_layer", "head_unscaled"] = "none"
     clip_qkv: float | None = None
     mask: Literal["causal", "bidirectional", "prefix"] = "causal"
     sliding_window: int | None = None
+    block_tokens: int | None = None
     scale: float | None = None
     score_soft_cap: float | None = None
+    query_scale: QueryScaleConfig | None = None
     rope: RopeConfig | None = None
     rope_interleaved: bool = False
     sinks: bool = False
@@ -155,7 +161,7 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.lora is not None:
             self.lora.check_targets(self.projections)
-        check_positive(self, "num_heads", "num_kv_heads", "head_dim", "sliding_window", "source_dim")
+        check_positive(self, "num_heads", "num_kv_heads", "head_dim", "sliding_window", "source_dim", "block_tokens")
         check_number(self, "clip_qkv", "scale", "score_soft_cap", above=0)
         check_member("qk_norm", self.qk_norm, QK_NORMS)
         check_member("mask", self.mask, MASKS)
@@ -175,6 +181,8 @@ class AttentionConfig:
             self.relative_bias.check_fits(self.mask)
         if self.sliding_window is not None and self.mask == "prefix":
             raise InputError(f"sliding_window={self.sliding_window} does not go with mask 'prefix'")
+        if self.block_tokens is not None and (self.mask != "causal" or self.sliding_window is not None):
+            raise InputError(f"block_tokens={self.block_tokens} goes with mask 'causal', and without sliding_window")
 
     def _check_latent(self, latent: LatentConfig) -> None:
         if self.num_kv_heads != self.num_heads:
@@ -191,10 +199,11 @@ class AttentionConfig:
                 "rope_interleaved and output_gate are for plain attention: latent attention has latent.interleaved, "
                 "and no such gate"
             )
-        others = (self.clip_qkv, self.score_soft_cap, self.source_dim, self.relative_bias)
+        others = (self.clip_qkv, self.score_soft_cap, self.source_dim, self.relative_bias, self.block_tokens)
         if self.qk_norm != "none" or self.sinks or any(other is not None for other in others):
             raise InputError(
-                "latent attention has no qk_norm, clip_qkv, score_soft_cap, sinks, source_dim or relative_bias"
+                "latent attention has no qk_norm, clip_qkv, score_soft_cap, sinks, source_dim, relative_bias or "
+                "block_tokens"
             )
         biased = [name for name in self.biases if name not in LATENT_BIASES]
         if biased:
@@ -210,9 +219,20 @@ class AttentionConfig:
             words.append(f"{self.num_kv_heads} of keys and values")
         words += [self.mask] * (self.mask != "causal") + ["NF4"] * self.nf4
         words += [] if self.sliding_window is None else [f"window of {self.sliding_window:,}"]
+        words += [] if self.block_tokens is None else [f"blocks of {self.block_tokens:,}"]
         words += ["sinks"] * self.sinks
         words += [] if self.lora is None else [self.lora.describe()]
         return ", ".join(words)
+
+    @property
+    def reach(self) -> int | None:
+        """Number of positions from a query back to the farthest key it may see, both included; None: all."""
+        return self.sliding_window if self.block_tokens is None else self.block_tokens
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether it asks for the positions of tokens in their documents, beside their rotation."""
+        return self.block_tokens is not None or self.query_scale is not None
 
     @property
     def projections(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ NORM_POSITIONS = ("pre", "post", "output", "both")
 
 # Far above any known model, and low enough that a config of this size can be handled.
 MAX_LAYERS = 10_000
+MAX_FURTHER = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,11 @@ class LayerConfig:
                 raise InputError("cross-attention has no relative_bias: there is no distance between two sequences")
             if cross.nf4 or cross.lora is not None or cross.latent is not None:
                 raise InputError("cross-attention has neither NF4 kernels nor LoRA nor latents")
-            if cross.output_gate or cross.rope_interleaved or cross.qk_norm == "head_rotated":
+            rotated = cross.rope_interleaved or cross.qk_norm in ("head_rotated", "head_unscaled")
+            if cross.output_gate or cross.needs_positions or rotated:
                 raise InputError(
-                    "cross-attention has neither output_gate nor rope_interleaved nor qk_norm 'head_rotated'"
+                    "cross-attention rotates nothing and has no positions: neither output_gate nor rope_interleaved, "
+                    "qk_norm of rotated heads, query_scale or block_tokens"
                 )
             if self.is_recurrent:
                 raise InputError("a recurrence in the place of attention goes without cross-attention")
@@ -162,6 +165,8 @@ class ModelConfig:
       patches: the model is an image encoder (a *tower*): its tokens are patches of a picture, it has no vocabulary
         (`vocab_size` is 0) and no head, its attention sees all tokens and rotates none. None: its tokens are ids.
       vision: what the model sees with; None: it takes no pictures.
+      further_layers: number of layers behind the last one that predict tokens after the next, each of its form
+        (`nn.further`); what the model computes is the same without them.
       frozen_base: by default, only LoRA, adapters and the routers that choose among adapters are trained.
       foreign: keys of the source's config.json that are not used here, and are written back on export.
     """
@@ -192,6 +197,7 @@ class ModelConfig:
     balance_over: Literal["layer", "model"] = "layer"
     patches: PatchesConfig | None = None
     vision: "VisionConfig | None" = None
+    further_layers: int = 0
     frozen_base: bool = False
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
 
@@ -225,6 +231,7 @@ class ModelConfig:
             except InputError as error:
                 raise InputError(f"layer {i}: {error}") from None
         self._check_stacks()
+        self._check_further()
         if self.patches is not None:
             self._check_tower(self.patches)
 
@@ -263,6 +270,26 @@ class ModelConfig:
                     f"layers {first} and {second} of a stack share a table of relative biases, so they must have the "
                     "same relative_bias, num_heads and mask"
                 )
+
+    def _check_further(self) -> None:
+        count = self.further_layers
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_FURTHER:
+            raise InputError(f"further_layers={shown(count)} must lie between 0 and {MAX_FURTHER}")
+        last = self.layers[-1]
+        plain = self.vision is None and self.patches is None and self.num_classes is None and not self.has_encoder
+        if count and not (plain and last.attention.relative_bias is None and not self.learned_positions):
+            raise InputError(
+                f"further_layers={count} go with a decoder of texts that predicts tokens, without relative or learned "
+                "positions"
+            )
+
+    def check_no_further(self, what: str) -> None:
+        """Raises `InputError` for a model with further layers, which `what` does not know."""
+        if self.further_layers:
+            raise InputError(
+                f"{what} does not know the model's further_layers={self.further_layers}, which predict tokens after "
+                "the next; convert the model without them"
+            )
 
     def _check_tower(self, patches: PatchesConfig) -> None:
         for i, layer in enumerate(self.layers):

@@ -129,9 +129,12 @@ class MoEConfig:
         a gate of its own. With top_k 1, a gate whose weights sum to 1 is meant for existing checkpoints with it: see
         `router_learns`.
       gate_scale: factor of the gate's weights.
+      weighs_inputs: an expert's input is multiplied by its weight, and its output is not (Llama 4).
       selection: restricts the choice of experts beyond the logits.
       bank: the form of the experts' kernels.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
+      sequence_balance_coef: coefficient of the same loss within every sequence, or packed document, by itself, as
+        DeepSeek's models are trained; of several, by their tokens.
       balance_choices: the choices of a token that the load in the balance loss counts: `all` k, or its `first` alone
         (GShard, and so DeepSpeed, by which MoE-LLaVA is trained).
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
@@ -160,11 +163,13 @@ class MoEConfig:
     top_k: int
     gate: str = "topk_softmax"
     gate_scale: float = 1.0
+    weighs_inputs: bool = False
     selection: SelectionConfig = SelectionConfig()
     bank: BankConfig = BankConfig()
     balance_coef: float = 0.01
     z_coef: float = 0.0
     cv_coef: float = 0.0
+    sequence_balance_coef: float = 0.0
     balance_choices: Literal["all", "first"] = "all"
     capacity_factor: float | None = None
     capacity_rows: int | None = None
@@ -183,7 +188,7 @@ class MoEConfig:
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
         check_positive(self, "top_k", "universal_dim", "merged_experts", "capacity_rows")
         check_number(self, "gate_scale", "capacity_factor", above=0)
-        check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
+        check_number(self, "balance_coef", "z_coef", "cv_coef", "sequence_balance_coef", at_least=0)
         check_member("balance_choices", self.balance_choices, BALANCE_CHOICES)
         GATES.check("gate", self.gate)
         if self.top_k > self.num_experts:
@@ -229,6 +234,10 @@ class MoEConfig:
                     f"{self.bank.kind} experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged "
                     "experts"
                 )
+        if self.weighs_inputs and (self.bank.form.needs_unit_weights or self.extended or self.universal == "coder"):
+            raise InputError(
+                "weighs_inputs goes with experts that are weighted one by one, and with none that sees all"
+            )
         if self.perft is not None and self.perft.variant == "embedded" and self.perft.num_experts != self.num_experts:
             raise InputError(
                 f"PERFT-E has one adapter for each of the MoE's {self.num_experts} experts, "

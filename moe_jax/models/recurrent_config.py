@@ -65,7 +65,7 @@ class RecurrentConfig(abc.ABC):
     @property
     @abc.abstractmethod
     def carried(self) -> Carried:
-        """What a cache of the layer holds."""
+        """Shapes of everything that a cache of the layer holds."""
 
     @property
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class DeltaRuleConfig(RecurrentConfig):
 
     @property
     def carried(self) -> Carried:
-        """What a cache of the layer holds: the last inputs of the convolutions, and a matrix for each head."""
+        """The cache holds the last inputs of the convolutions, and a matrix for each head."""
         keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         return Carried(self.conv_width - 1, (keys, keys, values), (self.num_heads, self.key_dim, self.value_dim))
 
@@ -204,7 +204,7 @@ class ShortConvConfig(RecurrentConfig):
 
     @property
     def carried(self) -> Carried:
-        """What a cache of the layer holds: the last inputs of the convolution."""
+        """The content of a cache of the layer: the last inputs of the convolution."""
         return Carried(self.conv_width - 1, (self.channels,), None)
 
     @property

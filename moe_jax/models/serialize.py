@@ -24,7 +24,7 @@ FORMAT = "moe_jax.model"
 VERSION = 2
 
 # Fields of attention that older files lack.
-_NEWER = ("rope_interleaved", "sinks", "output_gate")
+_NEWER = ("rope_interleaved", "sinks", "output_gate", "block_tokens", "query_scale")
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     fields["rope"] = dataclasses.asdict(config.rope)
     fields["foreign"] = dict(config.foreign)
     # As in older files, whose fingerprints are noted elsewhere.
-    for name in ("balance_over", "patches", "vision"):
+    for name in ("balance_over", "patches", "vision", "further_layers"):
         if fields[name] == getattr(ModelConfig, name):
             del fields[name]
     if config.patches is not None:
@@ -167,7 +167,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
             del attention["latent"]["indexer"]
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
-    for name in ("router", "router_bias", "balance_choices", "capacity_rows"):
+    for name in ("router", "router_bias", "weighs_inputs", "balance_choices", "capacity_rows", "sequence_balance_coef"):
         if mlp[name] == getattr(MoEConfig, name):
             del mlp[name]
     return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}

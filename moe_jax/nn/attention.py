@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.devices import attention_placement, shard_batch, shard_cache
 from moe_jax.experts.linear import Fixed, lora_for
@@ -19,9 +19,9 @@ from moe_jax.functional.attention_chunks import (
     cached_attention,
     indexed_attention,
 )
-from moe_jax.functional.dense import layer_norm, linear
+from moe_jax.functional.dense import layer_norm, linear, rms_norm
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.position_embeddings import apply_rope
+from moe_jax.functional.position_embeddings import apply_rope, scaled_queries
 from moe_jax.models.config import PROJECTIONS, AttentionConfig, LatentConfig, ModelConfig
 from moe_jax.models.recurrent_config import RecurrentConfig
 from moe_jax.nn.context import KVCache, LatentCache, Slots
@@ -44,7 +44,7 @@ def make_projections(
 
 
 def _options(config: AttentionConfig) -> AttentionOptions:
-    return AttentionOptions(config.mask, config.sliding_window, config.score_scale, config.score_soft_cap)
+    return AttentionOptions(config.mask, config.reach, config.score_scale, config.score_soft_cap)
 
 
 def _attend(
@@ -61,6 +61,22 @@ def _attend(
     options: Any = _options(config)._replace(aligned=aligned)._asdict()
     placement = attention_placement(*q.shape[:2])
     return attention(q, k, v, visible, bias=bias, sinks=sinks, placement=placement, **options)
+
+
+def _scaled(config: AttentionConfig, q: Array, positions: Array | None) -> Float[Array, "B T H D"]:
+    if config.query_scale is None:
+        return q
+    assert positions is not None, "query_scale asks for positions"
+    return scaled_queries(q, config.query_scale, positions)
+
+
+def _in_blocks(
+    config: AttentionConfig, visible: Visibility, positions: Array | None, key_positions: Array | None
+) -> Visibility:
+    if config.block_tokens is None:
+        return visible
+    assert positions is not None and key_positions is not None, "block_tokens asks for positions"
+    return visible.in_blocks(config.block_tokens, positions, key_positions)
 
 
 class Attention(nnx.Module):
@@ -81,12 +97,12 @@ class Attention(nnx.Module):
             setattr(self, name, one)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros(config.num_heads, dtype))
-        width = config.head_dim
+        self.norm_eps, width = model.norm_eps, config.head_dim
         if config.qk_norm == "head_layer":
             heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
             for name, count in heads.items():
                 setattr(self, name, Norm("layer_unbiased", (count, width), model.norm_eps, dtype=dtype))
-        elif config.qk_norm != "none":
+        elif config.qk_norm not in ("none", "head_unscaled"):
             per_head, kind = config.qk_norm != "projection", "rms_plus_one" if model.norm == "rms_plus_one" else "rms"
             for name, count in {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}.items():
                 setattr(self, name, Norm(kind, width if per_head else count * width, model.norm_eps, dtype=dtype))
@@ -101,6 +117,7 @@ class Attention(nnx.Module):
         slots: Slots | None = None,
         bias: Float[Array, "H n"] | None = None,
         key: Array | None = None,
+        positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T d"], KVCache | None]:
         """Attends to the input itself, or to a cache of it.
 
@@ -112,6 +129,7 @@ class Attention(nnx.Module):
           slots: where they are written; needed with a cache.
           bias: per head and distance (see `functional.attention`).
           key: for LoRA's dropout in training.
+          positions: of the tokens in their documents; needed where the config `needs_positions`.
         """
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
         q = self._queries(x, keys["q"])
@@ -120,7 +138,11 @@ class Attention(nnx.Module):
             q, k = (apply_rope(one, *rope, interleaved=self.config.rope_interleaved) for one in (q, k))
         if self.config.qk_norm == "head_rotated":
             q, k = self.q_norm(q), self.k_norm(k)
+        elif self.config.qk_norm == "head_unscaled":
+            q, k = rms_norm(q, None, self.norm_eps), rms_norm(k, None, self.norm_eps)
+        q = _scaled(self.config, q, positions)
         if cache is None:
+            visible = _in_blocks(self.config, visible, positions, positions)
             y = _attend(self.config, q, k, v, visible, bias=bias, sinks=self._sinks, aligned=True)
             return self._out(y, keys, x), None
         assert slots is not None, "a cache goes with slots"
@@ -128,9 +150,11 @@ class Attention(nnx.Module):
             k=slots.write(cache.k, k.transpose(0, 2, 1, 3)), v=slots.write(cache.v, v.transpose(0, 2, 1, 3))
         )
         if slots.begins:
+            visible = _in_blocks(self.config, visible, positions, positions)
             y = _attend(self.config, q, k, v, visible, bias=bias, sinks=self._sinks, aligned=True)
         else:
             visible = visible._replace(key_positions=slots.key_positions(cache.k.shape[2]))
+            visible = _in_blocks(self.config, visible, positions, visible.key_positions)
             y = self._attend_to_cache(q, cache, visible, bias)
         return self._out(y, keys, x), cache
 
@@ -265,6 +289,7 @@ class LatentAttention(nnx.Module):
         slots: Slots | None = None,
         bias: None = None,
         key: Array | None = None,
+        positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T d"], LatentCache | None]:
         """Attends to the input itself, or to a cache; arguments as in `Attention`."""
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
@@ -283,6 +308,7 @@ class LatentAttention(nnx.Module):
             turn = partial(apply_rope, cos=rope[0], sin=rope[1], interleaved=self._latent.interleaved)
             q = jnp.concatenate([q[..., : self._plain], turn(q[..., self._plain :])], axis=-1)
             shared = turn(shared[:, :, None, :])[:, :, 0, :]
+        q = _scaled(self.config, q, positions)
         begins = True
         if cache is not None:
             assert slots is not None, "a cache goes with slots"

@@ -34,6 +34,7 @@ class Block(Summarised):
         self.is_biased = config.attention.relative_bias is not None
         self.is_recurrent = config.is_recurrent
         self.rope = None if config.is_recurrent else (model.rope_of(config), config.softmax_attention.rope_dim)
+        self.needs_positions = not config.is_recurrent and config.softmax_attention.needs_positions
         for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
             for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
                 setattr(self, f"{name}_{kind}", Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype))
@@ -66,8 +67,9 @@ class Block(Summarised):
                 return self.attention(x, context.documents, cache=cache, begins=begins, key=attention_key)
             assert self.rope is not None, "attention has a rotary embedding"
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
+            asked: Any = {"positions": context.positions} if self.needs_positions else {}
             return self.attention(
-                x, context.visible, rope=rope, cache=cache, slots=context.slots, bias=bias, key=attention_key
+                x, context.visible, rope=rope, cache=cache, slots=context.slots, bias=bias, key=attention_key, **asked
             )
 
         def attend_across(x: Array) -> tuple[Array, KVCache | None]:
@@ -78,8 +80,9 @@ class Block(Summarised):
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             asked = context.at_router
-            if isinstance(self.mlp, MoE) and not asked.is_nothing:
-                y, stats, routing = self.mlp.with_routing(x, context.valid, key, bias=asked.bias, change=asked.change)
+            if isinstance(self.mlp, MoE) and not (asked.is_nothing and self.mlp.config.sequence_balance_coef == 0):
+                changes = {"bias": asked.bias, "change": asked.change, "documents": context.visible.segments}
+                y, stats, routing = self.mlp.with_routing(x, context.valid, key, **changes)
                 if asked.kept is not None:
                     asked.kept.append(routing)
                 return y, stats

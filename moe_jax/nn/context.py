@@ -149,15 +149,15 @@ def init_cache(
       source_slots: tokens of the encoder's output, for cross-attention: the first call with the caches is given the
         output, and later ones find its keys and values in the caches. None: every call is given it.
       stacked: for a model whose layers are stacked, as they are unless they were unstacked (`nn.decoder.unstacked`).
-      rings: layers with a sliding window have only the slots that the window needs. The first call then must begin the
-        rows (`begins`), and later calls must have one token per row.
+      rings: layers with a sliding window, or with blocks, have only the slots that these need. The first call then
+        must begin the rows (`begins`), and later calls must have one token per row.
     """
     segments = segments_of(config.decoder.layers)
 
     def empty(repeats: int, length: int, attention: AttentionConfig) -> Cache:
         latent = attention.latent
-        if rings and attention.sliding_window is not None:
-            length = min(length, bucket(attention.sliding_window))
+        if rings and attention.reach is not None:
+            length = min(length, bucket(attention.reach))
         if latent is not None:
             lead = (repeats, batch, length)
             own = latent.indexer if latent.has_own_indexer else None
@@ -234,6 +234,7 @@ class Context(NamedTuple):
       slots: the slots in the caches that the tokens are written to; None: there are no caches.
       keeps_routing: whether what routers decide for every token is asked for.
       at_router: what is asked of the router of the one layer that the context is given to.
+      positions: of the tokens in their documents; None: no layer asks for them.
     """
 
     rope: Mapping[tuple[RopeConfig, int], RopeTables]
@@ -245,6 +246,7 @@ class Context(NamedTuple):
     slots: Slots | None = None
     keeps_routing: bool = False
     at_router: AtRouter = NOTHING_ASKED
+    positions: Int[Array, "B T"] | None = None
 
     def split(self) -> tuple["Context", FixedContext]:
         """Splits the context into a pytree of arrays and a hashable rest, which a program takes as two arguments."""
@@ -357,7 +359,7 @@ def make_context(
         visible = Visibility(in_row, in_row, segments, segments, prefix)
     else:
         visible = Visibility(positions, positions, prefix=prefix)
-    rotating = (layer for layer in config.layers if not layer.is_recurrent)
+    rotating = [layer for layer in config.layers if not layer.is_recurrent]
     rotations = {(config.rope_of(layer), layer.softmax_attention.rope_dim) for layer in rotating}
     limit = config.max_positions
     tables = {(rope, width): rope_tables(rope, width, limit, positions, segments) for rope, width in rotations}
@@ -366,4 +368,6 @@ def make_context(
         keys = None if encoder_valid is None else encoder_valid.astype(jnp.int32)
         queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
         source = Source(encoder_output, Visibility(in_row, default_positions((shape[0], source_length)), queries, keys))
-    return Context(tables, visible, valid, segments, source, relative_bias, slots, keeps_routing)
+    asked = positions if any(layer.softmax_attention.needs_positions for layer in rotating) else None
+    context = Context(tables, visible, valid, segments, source, relative_bias, slots, keeps_routing)
+    return context._replace(positions=asked)

@@ -22,6 +22,7 @@ from moe_jax.functional.cross_entropy import Distillation, DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.block_stack import BlockStack
 from moe_jax.nn.context import Caches, StackInputs
+from moe_jax.nn.further.further_layer import FurtherLayer
 from moe_jax.nn.inputs import (
     Batch,
     Ids,
@@ -119,6 +120,7 @@ class Decoder(Summarised):
 
     Attributes:
       config: the description that the model was built from.
+      further: where the config has `further_layers`, these; a call does not apply them (`nn.further`).
       compute_dtype: dtype of the activations; parameters keep their own and are cast where they are used.
     """
 
@@ -133,6 +135,11 @@ class Decoder(Summarised):
         self.lm_head = Head(config, rngs=rngs)
         if config.has_encoder:
             self.encoder = Stack(config.encoder, rngs=rngs, remat=remat)
+        if config.further_layers:
+            dtype = jnp.dtype(config.dtype)
+            self.further = nnx.List(
+                [FurtherLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.further_layers)]
+            )
         if config.vision is not None:
             self.vision = Vision(
                 config.vision,
@@ -154,6 +161,7 @@ class Decoder(Summarised):
             *([f"encoder {line}" for line in layer_lines(self.encoder.segments)] if both else []),
             *(f"{'decoder ' if both else ''}{line}" for line in layer_lines(self.stack.segments)),
             *([] if tied else [f"head of {config.num_outputs:,} {scored}"]),
+            *([f"{config.further_layers} further layers"] if config.further_layers else []),
             *([] if config.vision is None else [f"sees with {self.vision!r}"]),
         ]
 

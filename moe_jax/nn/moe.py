@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError, shown
 from moe_jax.experts.adapters import Adapters
@@ -31,6 +31,7 @@ from moe_jax.functional.routing import (
     coder_logits,
     route,
     universal_weight,
+    weighted_inputs,
 )
 from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, Segment, segments_of, single_layers
 from moe_jax.models.own_parts import LINEAR, ROUTERS
@@ -135,7 +136,7 @@ class RouterSums:
 
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
-    """Sums `balance_coef * balance + z_coef * z + cv_coef * cv` over all routers (methods.md 1), float32.
+    """Sums the routers' losses, each times its coefficient (methods.md 1): balance, z, cv, sequence balance; float32.
 
     Where the config says that the balance loss is that of the `model`, the MoEs' routers have one together; adapters'
     routers have their own.
@@ -207,30 +208,31 @@ def stats_per_layer(
 
 
 class Router(NamedTuple):
-    """A router, perhaps stacked over several layers, and these layers."""
+    """A router, perhaps stacked over several layers, these layers, and how many experts it chooses for a token."""
 
     layers: list[int]
     of_perft: bool
-    coefficients: tuple[float, float, float]
+    coefficients: "_Coefficients"
     balanced_choices: int
+    top_k: int
 
 
-_Coefficients = tuple[float, float, float]
-"""Coefficients of the auxiliary losses of a router: balance, z, cv."""
+_Coefficients = tuple[float, float, float, float]
+"""Coefficients of the auxiliary losses of a router: balance, z, cv, balance within sequences."""
 
 
 def _coefficients(moe: MoEConfig) -> list[_Coefficients]:
     """Returns the coefficients of every router of an MoE layer, in the order in which they report."""
-    found = [(moe.balance_coef, moe.z_coef, moe.cv_coef)]
+    found = [(moe.balance_coef, moe.z_coef, moe.cv_coef, moe.sequence_balance_coef)]
     if moe.perft is not None and moe.perft.variant == "routed":
-        found.append((moe.perft.balance_coef, moe.perft.z_coef, 0.0))
+        found.append((moe.perft.balance_coef, moe.perft.z_coef, 0.0, 0.0))
     return found
 
 
 def _weighted(coefficients: Sequence[_Coefficients], routers: Sequence[RouterStats]) -> Float[Array, ""]:
     total = jnp.zeros((), jnp.float32)
-    for (balance, z, cv), stats in zip(coefficients, routers, strict=True):
-        losses = balance * stats.balance + z * stats.z + cv * stats.cv
+    for (balance, z, cv, within), stats in zip(coefficients, routers, strict=True):
+        losses = balance * stats.balance + z * stats.z + cv * stats.cv + within * stats.sequence_balance
         total = total + jnp.sum(losses)
     return total
 
@@ -257,7 +259,11 @@ def _routers_of(segments: Sequence[Segment]) -> list[Router]:
 
 def routers_of_layer(moe: MoEConfig, layers: list[int]) -> list[Router]:
     """Returns the routers of an MoE that several layers have, in the order in which they report."""
-    return [Router(layers, index > 0, found, moe.balanced_choices) for index, found in enumerate(_coefficients(moe))]
+    chosen = (moe.top_k, moe.perft_top_k)
+    return [
+        Router(layers, index > 0, found, moe.balanced_choices, chosen[index])
+        for index, found in enumerate(_coefficients(moe))
+    ]
 
 
 class Perft(nnx.Module):
@@ -376,12 +382,14 @@ class MoE(Summarised):
         *,
         bias: Float[Array, " E"] | None = None,
         change: ChangeLogits | None = None,
+        documents: Int[Array, "*B T"] | None = None,
     ) -> tuple[Float[Array, "*B T d"], tuple[RouterStats, ...], TokenRouting]:
         """Applies the layer, and also returns what its router decided.
 
         Arguments as in the call; `bias` is added to the router's logits, float32, and with `OFF` an expert is not
         chosen; where there are too few others, -1 stands in its place. `change` is a function of the logits after that,
-        [*B, T, E], which returns those that are used.
+        [*B, T, E], which returns those that are used. `documents` are those of packed rows, each of which is a sequence
+        by itself for the balance within sequences.
         """
         check_shape("x", x, (..., None, self.d_model))
         if valid is not None:
@@ -406,6 +414,7 @@ class MoE(Summarised):
             valid=valid,
             **capacity,
             balance_choices=self.config.balance_choices,
+            sequences=self._sequences(x.shape[:-1], documents),
         )
         if bias is not None:  # with too few other experts, one that is off was chosen
             is_off = jnp.take(bias, routing.experts, mode="clip") <= OFF / 2
@@ -420,7 +429,12 @@ class MoE(Summarised):
         if self.config.extended:
             weight = self._universal_weight(tokens, logits)
             routing = add_choice(routing, self.config.routed_experts, weight, valid)
-        y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
+        if self.config.weighs_inputs:
+            rows, of_rows = weighted_inputs(tokens, routing)
+            y = self.experts(rows, of_rows, keys.fold_in(key, keys.EXPERTS))
+            y = jnp.sum(y.reshape(len(tokens), self.config.top_k, -1), axis=1)
+        else:
+            y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
         if self.config.universal_beside:
             universal = self.universal(tokens, keys.fold_in(key, keys.FFN))
             y = add_weighted(y, universal, self._universal_weight(tokens, logits))
@@ -459,6 +473,14 @@ class MoE(Summarised):
         if rows % together:
             raise InputError(f"capacity_rows={together} does not divide the {rows} rows of a batch, or microbatch")
         return {"capacity_factor": factor, "num_sequences": rows // together, "pads_capacity": True}
+
+    def _sequences(
+        self, shape: tuple[int, ...], documents: Int[Array, "*B T"] | None
+    ) -> int | Int[Array, "R n"] | None:
+        """Returns the sequences that a balance loss is taken within; None: the layer has no such loss."""
+        if not self.config.sequence_balance_coef:
+            return None
+        return math.prod(shape[:-1]) if documents is None else documents.reshape(-1, shape[-1])
 
     def _selection(self) -> Selection:
         given = self.config.selection

@@ -33,6 +33,7 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
     Raises:
       InputError: if the options contradict each other or do not fit the model; all problems are listed.
     """
+    config.check_no_further("adapt")
     config = as_base(config)
     raise_if_any(_unfit(config, spec), f"--method {spec.method}")
     adapter = parse_adapter(spec)

@@ -22,7 +22,7 @@ from moe_jax.core.errors import InputError, clipped, nearest, raise_if_any, show
 from moe_jax.core.formatting import index_set, is_parameter
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import ExpertBank
-from moe_jax.model_io.loading import TOWER, disk_paths, leaf_specs
+from moe_jax.model_io.loading import FURTHER, TOWER, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import own_leaves, with_nf4
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
@@ -45,9 +45,11 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
 
     All of them, except for leaves with one part per expert or adapter: of these, the parts that the router chooses for
     a token (PERFT-S and D: all; E: k of E; R: K of M). Routers are active as a whole. Those that see are for pictures
-    alone.
+    alone, and further layers no part of what the model computes for its next token.
     """
     if path.startswith("vision/"):
+        return 0
+    if path.startswith(FURTHER):
         return 0
     if "/mlp/perft/adapters/" in path:
         moe = config.moe(int(path.split("/")[1]))
@@ -115,7 +117,9 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
 def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collection[str]) -> list[str]:
     """Returns lines that say whether the model's routers, and routers of adapters, are trained."""
     own = own_leaves(config)
-    routers = [path for path in sizes if "/router/" in path]
+    # Biases of selection are moved, and not trained.
+    routers = [path for path in sizes if "/router/" in path and not path.startswith(FURTHER)]
+    routers = [path for path in routers if not path.endswith("/selection_bias")]
     lora = [path for path in routers if "/lora/" in path]
     choosing = [path for path in routers if path in own and path not in lora]
     models = [path for path in routers if path not in own]
@@ -220,8 +224,8 @@ def trainable_paths(
     Args:
       model: a model, which may be abstract.
       train, freeze: regular expressions that must match whole leaf paths. Without `train`, all parameters are trained
-        but those of an image encoder; in a model with a frozen base, only those that the base does not have: adapters,
-        LoRA, and adapters' routers.
+        but those of an image encoder and of further layers; in a model with a frozen base, only those that the base
+        does not have: adapters, LoRA, and adapters' routers.
 
     Raises:
       InputError: for a pattern that is not a regular expression, takes too long, matches nothing, or matches only some
@@ -248,7 +252,7 @@ def trainable_paths(
         candidates = matching(train)
     else:
         candidates = set(own_leaves(model.config)) if model.config.frozen_base else set(every)
-        candidates = {name for name in candidates if not name.startswith(TOWER)}
+        candidates = {name for name in candidates if not name.startswith((TOWER, FURTHER))}
     chosen = candidates - matching(freeze)
     raise_if_any(problems, "partition (a pattern must match a whole leaf path)")
     for names in leaves.values():

@@ -21,6 +21,8 @@ The step:
     init_state, TrainState           all that a step changes
     StepMetrics, to_record           what it reports, and the same for a file
     Teacher                          a model whose logits are distilled
+    FurtherTokens                    the loss of layers that predict tokens after the next
+    moved_biases                     paths of biases of selection, which steps with a `bias_update_rate` move
 
 Of a recipe:
     load_recipe                      from a TOML file
@@ -37,12 +39,14 @@ from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
     from moe_jax.model_io.frozen_tower import FrozenTower as FrozenTower
+    from moe_jax.training.balance.selection_bias import moved_biases as moved_biases
     from moe_jax.training.batches import Batches as Batches
     from moe_jax.training.batches import open_batches as open_batches
     from moe_jax.training.metrics import to_record as to_record
     from moe_jax.training.program import optimizer_of as optimizer_of
     from moe_jax.training.program import schedule_of as schedule_of
     from moe_jax.training.recipe import load_recipe as load_recipe
+    from moe_jax.training.step import FurtherTokens as FurtherTokens
     from moe_jax.training.step import StepMetrics as StepMetrics
     from moe_jax.training.step import Teacher as Teacher
     from moe_jax.training.step import make_step as make_step

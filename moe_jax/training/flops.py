@@ -200,8 +200,11 @@ def _indexer_flops(attention: AttentionConfig, d_model: int, seq_len: int) -> fl
 
 
 def _mean_context(attention: AttentionConfig, seq_len: int) -> float:
-    if attention.mask == "bidirectional" and attention.sliding_window is None:
+    if attention.mask == "bidirectional" and attention.reach is None:
         return seq_len
+    if attention.block_tokens is not None:
+        blocks, rest = divmod(seq_len, attention.block_tokens)
+        return (blocks * attention.block_tokens * (attention.block_tokens + 1) + rest * (rest + 1)) / (2 * seq_len)
     indexer = None if attention.latent is None else attention.latent.indexer
     window = min(seq_len, attention.sliding_window or seq_len, seq_len if indexer is None else indexer.top_k)
     before = window * (window + 1) // 2 + (seq_len - window) * window

@@ -83,7 +83,7 @@ def train_on_batches(
         if pending is not None:
             last = report(to_record(program.model, *pending))
     model = nnx.merge(program.graphdef, state.params, frozen)
-    model.config = dataclasses.replace(source.config, dtype=recipe.model.param_dtype)
+    model.config = dataclasses.replace(recipe.moe.applied(source.config), dtype=recipe.model.param_dtype)
     return model, last
 
 

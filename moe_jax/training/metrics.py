@@ -132,12 +132,12 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
 
     Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (added to the loss), `grad_norm`,
     `learning_rate` (of a step that was made with a schedule), `tokens`, `scored_tokens`; with a teacher `distill_loss`
-    (see `StepMetrics`); of a batch that may have pictures their number, `pictures`; for a model with an encoder also
-    `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE layers `balance_loss`, `z_loss` and `cv_loss`
-    (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); if PEFT experts have
-    routers of their own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise. The loop adds speeds,
-    `eval_loss` to steps after which held-out text is scored, and to the first step `eval_loss_before`, what it was
-    before that step.
+    (see `StepMetrics`); with further layers that are trained `mtp_loss` (likewise); of a batch that may have pictures
+    their number, `pictures`; for a model with an encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one
+    with MoE layers `balance_loss`, `z_loss` and `cv_loss` (means over the layers, without coefficients; if asked for
+    also `sequence_balance_loss`), `expert_load` and `dropped` (by layer index); if PEFT experts have routers of their
+    own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise. The loop adds speeds, `eval_loss` to steps
+    after which held-out text is scored, and to the first step `eval_loss_before`, what it was before that step.
     """
     config, routers = model.config, model.routers()
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
@@ -152,6 +152,8 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
     record |= {"tokens": int(metrics.tokens), "scored_tokens": int(metrics.scored)}
     if metrics.distillation is not None:
         record["distill_loss"] = float(metrics.distillation)
+    if metrics.further is not None:
+        record["mtp_loss"] = float(metrics.further)
     if metrics.picture_tokens is not None and config.vision is not None:
         record["pictures"] = int(metrics.picture_tokens) // tokens_per_picture(config.vision, config.d_model)
     if config.has_encoder:
@@ -161,6 +163,8 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
     if layers:
         for name in ("balance", "z", "cv"):
             record[f"{name}_loss"] = float(np.mean([getattr(stats, name) for stats in layers.values()]))
+        if any(router.coefficients[3] for router in routers):
+            record["sequence_balance_loss"] = float(np.mean([stats.sequence_balance for stats in layers.values()]))
         record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
         record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
     beside = stats_per_layer(config, metrics.router, of_perft=True, routers=routers)
@@ -173,7 +177,7 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
 
 def is_finite(record: Record) -> bool:
     """Whether the losses and the gradient are finite; if not, that step's update has ruined the parameters."""
-    numbers = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
+    numbers = ("loss", "aux_loss", "distill_loss", "mtp_loss", "grad_norm", "eval_loss")
     return all(math.isfinite(record.get(key, 0.0)) for key in numbers)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -25,16 +26,17 @@ from moe_jax.distributed.sharding import (
     state_shardings,
 )
 from moe_jax.experts import set_exchange
-from moe_jax.model_io.loading import TOWER, abstract_model, disk_paths, load_model, may_be_cast
+from moe_jax.model_io.loading import FURTHER, TOWER, abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.nn.projector import shape_of_features, tokens_per_picture
 from moe_jax.peft import split_model, trainable_paths
+from moe_jax.training.balance.selection_bias import is_selection_bias, moved_biases, without_biases
 from moe_jax.training.flops import TowerUse
 from moe_jax.training.optimizer import at_step, group_rates, learning_rate, make_optimizer
 from moe_jax.training.recipe import Recipe
-from moe_jax.training.step import StepMetrics, Teacher, make_step
+from moe_jax.training.step import FurtherTokens, StepMetrics, Teacher, make_step
 from moe_jax.training.train_state import (
     TrainState,
     abstract_state,
@@ -52,7 +54,7 @@ class Program:
     Attributes:
       config: of the model; its dtype is that of the trained parameters.
       model: the decoder with abstract parameters.
-      trainable: paths in memory of the trained parameters.
+      trainable: paths in memory of the trained parameters, and of biases of selection that steps move.
       graphdef: of the model, for the states below.
       state: abstract `TrainState`, every leaf with its sharding.
       frozen: abstract state of the parameters that are not trained, with shardings. Its dtypes are the recipe's or the
@@ -129,9 +131,9 @@ def make_program(
         check_teacher(config, teacher)
     mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
-    config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
+    config = dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.param_dtype)
     model = _model(recipe, config, remat=recipe.model.remat)
-    trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
+    trainable = changed_paths(recipe, model)
     if features:
         check_tower_is_frozen(trainable)
     graphdef, params, frozen = split_model(model, trainable)
@@ -144,7 +146,7 @@ def make_program(
     shardings = (shardings_of(state), shardings_of(frozen), None, *(() if taught is None else (shardings_of(taught),)))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
-        _make_step(recipe, graphdef, optimizer, distilled),
+        _make_step(recipe, config, graphdef, optimizer, distilled),
         donate_argnums=0,
         in_shardings=shardings,
         out_shardings=(shardings_of(state), replicated),
@@ -164,6 +166,20 @@ def make_program(
         teacher=distilled,
         taught=taught,
     )
+
+
+def changed_paths(recipe: Recipe, model: Decoder) -> frozenset[str]:
+    """Returns the paths in memory of all that steps of a recipe change: trained parameters, and biases that move.
+
+    Raises `InputError` as `trainable_paths` and `moved_biases` do.
+    """
+    partition = recipe.partition
+    trained = trainable_paths(model, train=partition.train, freeze=partition.freeze)
+    further = further_tokens(recipe, model.config)
+    if further is not None and partition.train is None:
+        layers = "|".join(map(str, range(further.depth)))
+        trained |= trainable_paths(model, train=[f"{FURTHER}({layers})/.*"], freeze=partition.freeze)
+    return trained | moved_biases(model, recipe.moe.bias_update_rate)
 
 
 def check_tower_is_frozen(trainable: Collection[str]) -> None:
@@ -221,16 +237,27 @@ def metrics_of(recipe: Recipe, program: Program, change: Callable[[Decoder], Non
     model = nnx.clone(program.model)
     change(model)
     graphdef, *_ = split_model(model, program.trainable)
-    step = _make_step(recipe, graphdef, program.optimizer, program.teacher)
+    step = _make_step(recipe, program.config, graphdef, program.optimizer, program.teacher)
     return jax.jit(lambda *arguments: step(*arguments)[1])
 
 
 def _make_step(
-    recipe: Recipe, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, teacher: Teacher | None
+    recipe: Recipe,
+    config: ModelConfig,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    teacher: Teacher | None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     ema_decay = None if recipe.ema is None else recipe.ema.decay
     options = {"seed": recipe.seed, "accumulation": recipe.train.accumulation, "ema_decay": ema_decay}
+    options |= {"bias_update_rate": recipe.moe.bias_update_rate, "further": further_tokens(recipe, config)}
     return make_step(graphdef, optimizer, schedule_of(recipe), teacher=teacher, **options)
+
+
+def further_tokens(recipe: Recipe, config: ModelConfig) -> FurtherTokens | None:
+    """Returns the loss that a recipe's `mtp` asks for; raises `InputError` if the model lacks layers for it."""
+    section = recipe.mtp
+    return None if section is None else FurtherTokens(section.weight, section.depth_of(config.further_layers))
 
 
 def schedule_of(recipe: Recipe) -> optax.Schedule:
@@ -253,7 +280,8 @@ def optimizer_of(recipe: Recipe, model: Decoder, trainable: Collection[str]) -> 
     """
     rates = None
     if recipe.optimizer.groups:
-        leaves = {path: disk_paths(model.config, path, model=model) for path in sorted(trainable)}
+        learnt = sorted(path for path in trainable if not is_selection_bias(path))
+        leaves = {path: disk_paths(model.config, path, model=model) for path in learnt}
         rates = group_rates(recipe.optimizer, leaves)
     return make_optimizer(recipe.optimizer, schedule_of(recipe), rates)
 
@@ -298,7 +326,10 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
             return recipe.model.param_dtype if path in program.trainable else recipe.model.frozen_dtype
 
         loaded = load_model(source, param_dtype=param_dtype, mesh=program.mesh, finite=True)
-        return split_model(loaded, program.trainable)[1:]
+        _, params, frozen = split_model(loaded, program.trainable)
+        params, biases = without_biases(params)
+        # A checkpoint may hold a bias in another dtype, in which steps of this size would be lost.
+        return nnx.merge_state(params, jax.tree.map(lambda bias: bias.astype(jnp.float32), biases)), frozen
 
     def draw() -> tuple[nnx.State, nnx.State]:
         model = Decoder(program.config, rngs=nnx.Rngs(recipe.seed))

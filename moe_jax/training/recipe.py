@@ -18,6 +18,7 @@ from moe_jax.files.json_toml import read_toml
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
+from moe_jax.training.balance.moe_section import MoESection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,6 +256,40 @@ class DistillSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPSection:
+    """Layers behind the last one that predict tokens after the next, trained with the model (multi-token prediction).
+
+    It is for models that were converted with `--further keep`, and trains these layers with all else. Without the
+    section, or with `partition.train`, they are not trained unless a pattern names them: `further/.*`.
+
+    Attributes:
+      weight: of the mean of these layers' losses in the loss (DeepSeek-V3, equation 25, where it is 0.3, and 0.1 for
+        the last third of the tokens).
+      depth: number of layers that are trained, the first ones. None: all that the model has.
+    """
+
+    weight: float = 0.3
+    depth: int | None = None
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if not (is_finite(self.weight) and self.weight > 0):
+            raise InputError(f"weight = {shown(self.weight)} must be above 0 and finite; leave out the section for 0")
+        at_least(self, 1, "depth")
+
+    def depth_of(self, further_layers: int) -> int:
+        """Returns the number of layers that are trained; raises `InputError` if a model has fewer, or none."""
+        depth = further_layers if self.depth is None else self.depth
+        if not 0 < depth <= further_layers:
+            raise InputError(
+                f"mtp.depth = {self.depth or 'all'}: the model has further_layers={further_layers}, which predict "
+                "tokens after the next; convert one that has some with --further keep"
+            )
+        return depth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSection:
     """The number of steps and the batch size.
 
@@ -414,6 +449,8 @@ class Recipe:
     schedule: ScheduleSection = ScheduleSection()
     ema: EmaSection | None = None
     distill: DistillSection | None = None
+    moe: MoESection = MoESection()
+    mtp: MTPSection | None = None
     train: TrainSection = TrainSection()
     mesh: MeshSection = MeshSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -27,9 +27,8 @@ from moe_jax.model_io.model_dir import ModelDirectoryWriter, fingerprint_model
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig, config_from_json
 from moe_jax.nn import Decoder
-from moe_jax.peft import trainable_paths
 from moe_jax.training import recipe_toml
-from moe_jax.training.program import draw_model
+from moe_jax.training.program import changed_paths, draw_model
 from moe_jax.training.recipe import Recipe, load_recipe
 from moe_jax.training.run_directory import (
     MODEL,
@@ -118,9 +117,8 @@ class SavedModel:
     @cached_property
     def _trained(self) -> dict[str, tuple[str, int | None]]:
         """Name in the checkpoint of every leaf, and index of the layer if several layers are stacked there."""
-        partition, found = self._recipe.partition, {}
-        model = abstract_model(self.config)
-        trainable = trainable_paths(model, train=partition.train, freeze=partition.freeze)
+        found, model = {}, abstract_model(self.config)
+        trainable = changed_paths(self._recipe, model)
         specs = leaf_specs(self.config)
         for path, leaf in _parameters(model).items():
             if path not in trainable:
@@ -269,9 +267,9 @@ def lineage_of(
 
 
 def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Returns the config of the trained model, with the dtype of its output."""
+    """Returns the config of the trained model, with the recipe's coefficients and the dtype of its output."""
     begun_with = config.dtype if recipe.model.init == "checkpoint" else recipe.model.param_dtype
-    return dataclasses.replace(config, dtype=recipe.model.output_dtype or begun_with)
+    return dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.output_dtype or begun_with)
 
 
 def output_dtype(

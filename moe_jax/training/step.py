@@ -17,8 +17,10 @@ from moe_jax.evaluation.held_out import run_to_head
 from moe_jax.functional.keys import round_stochastically
 from moe_jax.functional.routing import means_of, sums_of
 from moe_jax.nn import Decoder
+from moe_jax.nn.further.further_loss import further_loss
 from moe_jax.nn.inputs import Batch, as_ids, targets_and_weights
 from moe_jax.nn.moe import StackedStats, sum_of_losses
+from moe_jax.training.balance.selection_bias import biases_after_step, without_biases
 from moe_jax.training.train_state import TrainState
 
 
@@ -79,6 +81,8 @@ class StepMetrics(NamedTuple):
       cut: number of inputs and number of targets of pairs that were cut; zeros without an encoder.
       router: statistics of every router.
       picture_tokens: number of tokens whose places features of pictures took; None: the batch has no slots.
+      further: mean of the losses of the layers that predict tokens after the next, without its weight in the loss;
+        None: they have none.
     """
 
     loss: Float[Array, ""]
@@ -92,6 +96,14 @@ class StepMetrics(NamedTuple):
     router: StackedStats
     distillation: Float[Array, ""] | None = None
     picture_tokens: Int[Array, ""] | None = None
+    further: Float[Array, ""] | None = None
+
+
+class FurtherTokens(NamedTuple):
+    """The loss of layers that predict tokens after the next: its weight, and the number of layers that have one."""
+
+    weight: float
+    depth: int
 
 
 class Teacher(NamedTuple):
@@ -116,13 +128,16 @@ def make_step(
     seed: int = 0,
     accumulation: int = 1,
     ema_decay: float | None = None,
+    bias_update_rate: float = 0.0,
+    further: FurtherTokens | None = None,
     teacher: Teacher | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the step of `moe-jax train`, a pure function: jit it with the state donated, call it under `jax.set_mesh`.
 
     It is `(state, frozen, batch) -> (state, metrics)`: a `TrainState`, the parameters that are not trained, and a
     batch as `Decoder.loss` takes it. Where it is traced it raises `InputError` for a batch of other shapes or dtypes,
-    rows that `accumulation` does not divide, and where an average or a teacher is named only here or only there.
+    rows that `accumulation` does not divide, and where an average, a teacher or a bias that moves is named only here or
+    only there.
 
     The loss is the mean over all scored tokens of the batch, plus the auxiliary losses, which are those of all tokens
     of the batch, whatever the number of microbatches it is computed in. With several, and auxiliary losses, the model
@@ -137,11 +152,14 @@ def make_step(
       seed: of all that is random.
       accumulation: number of microbatches, a divisor of B.
       ema_decay: of the average that the state then has.
+      bias_update_rate: by how much biases of selection move, up or down, which are then among the state's parameters
+        (`moved_biases`); no gradient reaches them, and neither does the optimizer.
+      further: the loss of the model's `further_layers`, which is added; None: they have none.
       teacher: its parameters are then a fourth argument of the step, which leaves them as they are.
     """
     if accumulation < 1:
         raise InputError(f"accumulation = {accumulation}: expected a number of microbatches from 1")
-    loss_of = make_loss(graphdef, teacher=teacher)
+    loss_of = make_loss(graphdef, teacher=teacher, further=further)
 
     def step(
         state: TrainState, frozen: nnx.State, batch: Batch, taught: nnx.State | None = None
@@ -154,7 +172,11 @@ def make_step(
             raise InputError("a teacher takes both: teacher of make_step, and its parameters after the batch")
         targets, weights = targets_and_weights(batch)
         batch = {**batch, "targets": targets, "weights": weights}
-        model = nnx.merge(graphdef, state.params, frozen)
+        params, biases = without_biases(state.params)
+        if bias_update_rate and not jax.tree.leaves(biases):
+            raise InputError("bias_update_rate moves biases of selection, and params has none: see moved_biases")
+        frozen = nnx.merge_state(frozen, biases)
+        model = nnx.merge(graphdef, params, frozen)
         as_ids("tokens", batch["tokens"], model.config.vocab_size)
         scored = jnp.sum(weights)
         # A batch that consists only of prompts has loss 0 and gradient 0 instead of 0/0.
@@ -168,22 +190,23 @@ def make_step(
             return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), taught, slopes)
 
         if accumulation == 1:
-            found = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
-            grads, (loss, router, distillation) = found
+            found = jax.grad(loss_of_micro, has_aux=True)(params, (batch, 0))
+            grads, (loss, router, distillation, predicted) = found
             grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
         else:
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
             numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
             slopes = None
             if any(any(router.coefficients) for router in model.routers()):
-                router = router_statistics(graphdef, state.params, frozen, numbered, key)
+                router = router_statistics(graphdef, params, frozen, numbered, key)
                 slopes = slopes_of_auxiliary_loss(model, router)
             of_micro = partial(loss_of_micro, slopes=slopes)
-            grads, (losses, stats, divergences) = sum_of_gradients(of_micro, state.params, numbered)
+            grads, (losses, stats, divergences, each) = sum_of_gradients(of_micro, params, numbered)
             loss, router = jnp.sum(losses), over_microbatches(stats)
             distillation = None if divergences is None else jnp.sum(divergences)
+            predicted = None if each is None else jnp.sum(each)
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
         metrics = StepMetrics(
             loss=loss,
             auxiliary=_auxiliary_loss(model, router),
@@ -196,8 +219,11 @@ def make_step(
             router=router,
             distillation=distillation,
             picture_tokens=jnp.sum(batch["slots"] > 0) if "slots" in batch else None,
+            further=predicted,
         )
-        params = updated_params(state.params, updates, jax.random.fold_in(key, _ROUNDING))
+        params = updated_params(params, updates, jax.random.fold_in(key, _ROUNDING))
+        if jax.tree.leaves(biases):
+            params = nnx.merge_state(params, biases_after_step(biases, model, router, bias_update_rate))
         average = None
         if state.ema is not None and ema_decay is not None:
             average = _next_average(state.ema, params, state.step + 1, ema_decay)
@@ -213,13 +239,16 @@ def _counted(batch: Batch, name: str, valid: str) -> Int[Array, ""]:
     return jnp.asarray(batch[name].size if name in batch else 0, jnp.int32)
 
 
-def make_loss(graphdef: nnx.GraphDef, *, teacher: Teacher | None = None) -> Callable[..., tuple]:
+def make_loss(
+    graphdef: nnx.GraphDef, *, teacher: Teacher | None = None, further: FurtherTokens | None = None
+) -> Callable[..., tuple]:
     """Makes the loss of a microbatch, which a step differentiates by its first argument; arguments as in `make_step`.
 
     It is `(params, frozen, batch, scored, key, taught, slopes) -> (loss, (cross-entropy of the tokens, router
-    statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `taught`
-    has a teacher's parameters; without one, it and the divergence are None. `slopes` are those of the auxiliary losses
-    (`slopes_of_auxiliary_loss`); None: the microbatch is the batch.
+    statistics, divergence from the teacher, loss of further tokens))`, where `scored` is the weight of all tokens of
+    the batch, and `taught` has a teacher's parameters; without one, it and the divergence are None, and so is the last
+    without `further`. `slopes` are those of the auxiliary losses (`slopes_of_auxiliary_loss`); None: the microbatch is
+    the batch.
     """
 
     def microbatch_loss(
@@ -249,7 +278,11 @@ def make_loss(graphdef: nnx.GraphDef, *, teacher: Teacher | None = None) -> Call
             auxiliary = _auxiliary_loss(model, out.router)
         else:
             auxiliary = optax.tree.vdot(slopes, tuple(map(sums_of, out.router)))
-        return loss + auxiliary, (cross_entropy, out.router, divergence)
+        predicted = None
+        if further is not None:
+            predicted = further_loss(model, out.x, {**batch, "weights": weights}, depth=further.depth, key=key)
+            loss = loss + further.weight * predicted
+        return loss + auxiliary, (cross_entropy, out.router, divergence, predicted)
 
     return microbatch_loss
 

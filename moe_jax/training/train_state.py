@@ -11,13 +11,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from moe_jax.distributed.sharding import path_name
+from moe_jax.training.balance.selection_bias import without_biases
 from moe_jax.training.optimizer import Placed, state_specs
 
 
 class TrainState(NamedTuple):
     """Everything that a step changes; `step` is the number of steps done.
 
-    `ema` is the moving average of the trained parameters `params`, float32, if the recipe asks for one.
+    Beside trained parameters, `params` may hold biases of selection, which the optimizer knows nothing of. `ema` is the
+    moving average of `params`, float32, if the recipe asks for one.
     """
 
     step: Int[Array, ""]
@@ -52,7 +54,7 @@ def new_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema
     """Returns the state before the first step, wherever the compiler puts it."""
     # A copy, even where a parameter is float32 already: both are donated to the step.
     average = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params) if ema else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(without_biases(params)[0]), average)
 
 
 def abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema: bool) -> TrainState:

@@ -1,4 +1,4 @@
-"""Upcycling of a dense model to an MoE (methods.md 2, 6), in its parts.
+"""Upcycling of dense models to MoEs, and of MoEs to larger ones (methods.md 2, 6), in its parts.
 
 `moe_jax.upcycle` is the verb. This package has its options as one object, the config that they result in, and the
 check that the new model computes the same as the old one.
@@ -27,12 +27,12 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.checks.step0 import Step0 as Step0
     from moe_jax.checks.step0 import TextComparison as TextComparison
     from moe_jax.upcycling.beginnings import Prompt as Prompt
-    from moe_jax.upcycling.dense_to_moe import Stored as Stored
-    from moe_jax.upcycling.dense_to_moe import Upcycled as Upcycled
     from moe_jax.upcycling.dense_to_moe import keeps_the_function as keeps_the_function
     from moe_jax.upcycling.dense_to_moe import upcycle as upcycle
     from moe_jax.upcycling.dense_to_moe import upcycled_config as upcycled_config
     from moe_jax.upcycling.expert_leaves import moe_leaves as moe_leaves
+    from moe_jax.upcycling.outcome import Stored as Stored
+    from moe_jax.upcycling.outcome import Upcycled as Upcycled
     from moe_jax.upcycling.spec import DenseParameters as DenseParameters
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
     from moe_jax.upcycling.spec import parse_delta as parse_delta

@@ -1,18 +1,20 @@
-"""Makes an MoE of a dense model (methods.md 2, 6): its config first, then its leaves, layer by layer."""
+"""Makes an MoE of a dense model (methods.md 2, 6): its config first, then its leaves, layer by layer.
+
+Of a model that is an MoE already, `larger_moe` makes a larger one.
+"""
 
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
-from moe_jax.checks.step0 import Probe, ProbeText, Step0, TextComparison, probe_tokens
-from moe_jax.core.errors import InputError, raise_if_any
-from moe_jax.core.formatting import count_bytes, count_parameters
+from moe_jax.checks.step0 import Probe, ProbeText
+from moe_jax.core.errors import InputError, flag_of, raise_if_any
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import check_equal, first_decides
 from moe_jax.experts.shapes import FFNConfig
@@ -29,44 +31,13 @@ from moe_jax.model_io.tuned_base import LeavesOverBase, base_leaf, is_tuned, ker
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
 from moe_jax.models.own_parts import LINEAR
 from moe_jax.peft.adapt import initial_leaf
-from moe_jax.peft.trained import parameter_sizes
 from moe_jax.upcycling.beginnings import Branches, Prompt, router_kernels
+from moe_jax.upcycling.copied_experts import larger_config
 from moe_jax.upcycling.expert_leaves import MATRICES, moe_leaves, output_scale
+from moe_jax.upcycling.larger_moe import make_larger
+from moe_jax.upcycling.outcome import Specs, Upcycled, measured_of, sizes_of
 from moe_jax.upcycling.router_file import LinearRouter, read_router
 from moe_jax.upcycling.spec import DenseParameters, UpcycleSpec
-
-Specs = dict[str, jax.ShapeDtypeStruct]
-
-
-class Stored(NamedTuple):
-    """Size of a model: number of parameters (see `parameter_sizes`), and bytes of all leaves as loaded."""
-
-    params: int
-    bytes: int
-
-
-class Upcycled(NamedTuple):
-    """The result of `upcycle`.
-
-    Attributes:
-      config: config of the new model.
-      dense, upcycled: sizes of the model before and after.
-      own: size of the leaves that an adapter directory stores itself; None if a model directory was written.
-      step0: comparison of the MoE with the dense model, or, with NF4 kernels, with the dense model in NF4; None if it
-        was not asked for.
-      differs: why the MoE is not meant to begin with the dense model's logits; None: it is meant to.
-      quantization: comparison of the dense model in NF4 with the dense model; None if there are no NF4 kernels.
-      on_text: the same comparison on a given text; None if there was none.
-    """
-
-    config: ModelConfig
-    dense: Stored
-    upcycled: Stored
-    own: Stored | None = None
-    step0: Step0 | None = None
-    differs: str | None = None
-    quantization: Step0 | None = None
-    on_text: TextComparison | None = None
 
 
 def upcycle(
@@ -77,33 +48,37 @@ def upcycle(
     text: ProbeText | None = None,
     experts_from: Sequence[ModelSource] = (),
     prompts: Sequence[Prompt] = (),
+    demand: Mapping[int, Float[np.ndarray, " E"]] | None = None,
     progress: Progress = no_progress,
 ) -> Upcycled:
-    """Makes an MoE of a dense model. One layer at a time is in memory.
+    """Makes an MoE of a dense model, or a larger one of an MoE. One layer at a time is in memory.
 
     If several processes make the same call, each makes its own layers. The first compares the models, layer after
     layer, and the others wait. The output is a model directory, or for adapter experts over a frozen model (PESC) an
     adapter directory that refers to the source.
 
     Args:
-      source, dst: the dense model, and the directory to write, or memory.
+      source, dst: the model, and the directory to write, or memory.
       spec: the MoE to make. With `step0_check` the logits of the written model are compared with the source's before
         it appears at `dst`; if they are not meant to be equal, the difference is only measured.
       experts_from: the models that `spec.experts_from` names; leaves get the source's dtypes.
       prompts: texts that the routers are made from, one for each copy of the FFN; none: routers are random.
       text: for a model with NF4 kernels, a text on which the change of its predictions is measured.
+      demand: of an MoE, by layer, how much each expert calls for copies, as `spec.copies_by` says (`measure_demand`).
       progress: called after every layer.
 
     Returns:
       The sizes, and in the first process the results of the comparison.
 
     Raises:
-      InputError: if the source is an MoE, the options do not fit it, `dst` exists, weights are not finite, the check
-        does not fit into this machine's memory, or the logits differ. Nothing is left behind.
+      InputError: if the options do not fit the source, `dst` exists, weights are not finite, the check does not fit
+        into this machine's memory, or the logits differ. Nothing is left behind.
       OSError: if the disk is full. The same call goes on with what is done.
     """
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
+    if source.config.moe_layers:
+        return make_larger(source, dst, spec, demand=demand, progress=progress)
     config = upcycled_config(source.config, spec)
     assert len(experts_from) == len(spec.experts_from), "the spec names the models"
     branches = Branches(source, experts_from, spec.rest_from or "mean") if experts_from else None
@@ -145,7 +120,7 @@ def upcycle(
 
     if spec.step0_check:
         first_decides(make_probe)
-    result = Upcycled(config, *_sizes(source, config, specs), differs=differs)
+    result = Upcycled(config, *sizes_of(source, config, specs), differs=differs)
     with writer:
         if spec.bank.form.beside_base_model:
             _write_adapter_experts(source, config, writer, spec.seed, progress)
@@ -161,13 +136,13 @@ def upcycle(
                 result = result._replace(**probe.compare(read, progress, may_differ=differs is not None)._asdict())
 
             first_decides(compare)
-        writer.lineage[-1]["measured"] = _measured(result)
+        writer.lineage[-1]["measured"] = measured_of(result)
     return result
 
 
 def _why_not_equal(spec: UpcycleSpec) -> str:
     return (
-        f"gate {spec.weighting!r} with top_k={spec.top_k} of {spec.copies} experts has weights that do not sum to 1: "
+        f"gate {spec.weighting!r} with top_k={spec.chosen} of {spec.copies} experts has weights that do not sum to 1: "
         "the MoE cannot equal the dense model at step 0; use gate 'topk_softmax', or --no-step0-check if that is meant"
     )
 
@@ -279,59 +254,21 @@ def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
     return by_layer
 
 
-def _sizes(source: ModelSource, config: ModelConfig, specs: Specs) -> tuple[Stored, Stored, Stored | None]:
-    """Returns the sizes of the dense model, of the upcycled one, and of the leaves that an adapter directory stores."""
-    dense, sizes = source.specs().values(), parameter_sizes(config)
-    before = Stored(count_parameters(dense), count_bytes(dense))
-    after = Stored(sum(sizes.values()), count_bytes(specs.values()))
-    if not config.frozen_base:
-        return before, after, None
-    own = own_leaves(config)
-    return before, after, Stored(sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))
-
-
-def _measured(result: Upcycled) -> dict[str, Any]:
-    measured = {
-        "dense_params": result.dense.params,
-        "total_params": result.upcycled.params,
-        "param_bytes": result.upcycled.bytes,
-        "step0_max_abs_difference": None,
-    }
-    if result.own is not None:
-        measured |= {"adapter_params": result.own.params, "adapter_bytes": result.own.bytes}
-    if result.step0 is not None:
-        measured |= {
-            "step0_max_abs_difference": result.step0.difference,
-            "step0_max_abs_logit": result.step0.largest,
-            "step0_allowed": result.step0.allowed,
-            "step0_probe_tokens": list(probe_tokens(result.config, seed=0).shape),
-        }
-    if result.differs is not None:
-        measured["step0_differs"] = result.differs
-    if result.quantization is not None:
-        measured["nf4_max_abs_difference"] = result.quantization.difference
-    if result.on_text is not None:
-        measured |= {f"nf4_{name}": value for name, value in result.on_text._asdict().items()}
-    return measured
-
-
 def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
-    """Returns the config of the MoE made from a dense model.
+    """Returns the config of the MoE made from a dense model, or that of the larger one made from an MoE.
 
     The FFNs of the chosen layers are replaced by MoEs whose experts have the FFN's shape or, with granularity G, a G-th
     of its neurons; and `spec.dense_parameters` hold in all layers.
 
     Raises:
-      InputError: if the model already has MoE layers or adapters, or the options do not fit it; all problems are
-        listed.
+      InputError: if the model already has adapters, or the options do not fit it; all problems are listed.
     """
-    if dense.moe_layers:
-        raise InputError(
-            f"the model is an MoE already (layers {_some(dense.moe_layers)}); upcycling starts from a dense model"
-        )
+    dense.check_no_further("upcycling")
     if is_tuned(dense):
         raise InputError("the model has adapters or NF4 kernels already; merge them first, or upcycle its base")
-    problems: list[str] = []
+    if dense.moe_layers:
+        return larger_config(dense, spec)
+    problems = [f"{flag_of(name)} is for an MoE, of which a larger one is made" for name in spec.of_moe()]
     chosen = _chosen_layers(dense, spec, problems)
     layers = list(dense.layers)
     # If no layer could be chosen, the first one is used to find problems with the MoE itself.
@@ -351,7 +288,7 @@ def keeps_the_function(spec: UpcycleSpec) -> bool:
         return spec.universal == "coder"
     if spec.weighting in GATES and GATES[spec.weighting].weights_sum_to_one:
         return True
-    return spec.weighting in ("softmax_topk", "top1") and spec.top_k == spec.copies
+    return spec.weighting in ("softmax_topk", "top1") and spec.chosen == spec.copies
 
 
 def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str | None:
@@ -370,7 +307,7 @@ def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str |
         reasons.append(f"share {spec.drop:g} of the experts' neurons drawn anew")
     if spec.granularity > 1:
         pieces = spec.granularity
-        scale = output_scale(spec.weighting, spec.copies * pieces, spec.top_k * pieces, pieces)
+        scale = output_scale(spec.weighting, spec.copies * pieces, spec.chosen * pieces, pieces)
         if not keeps_the_function(spec):
             reasons.append(f"outputs scaled by {scale:g}, as if the router found all experts alike")
         if math.frexp(scale)[0] != 0.5 and any(dtype != np.float32 for dtype in dtypes):
@@ -417,7 +354,7 @@ def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
     moe = MoEConfig(
         expert=expert,
         num_experts=spec.copies * pieces,
-        top_k=spec.top_k * pieces,
+        top_k=spec.chosen * pieces,
         gate=spec.weighting,
         router=spec.router or LINEAR,
         bank=spec.bank,

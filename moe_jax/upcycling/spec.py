@@ -37,6 +37,8 @@ _WHY_FULL = {
     "experts_from": "what different models have learnt is no delta of low rank, nor of few entries",
 }
 _GATES = ("topk_softmax", "softmax_topk", "topk_sigmoid", "top1")
+_OF_MOE = ("copies_by", "router_noise", "shared_from")
+_FOR_BOTH = ("experts", "top_k", "noise", "seed", "step0_check", "text", "base", "allow_nonfinite")
 _RESTS = ("qlora", "lora", "frozen", "full")
 
 
@@ -100,7 +102,7 @@ def parse_rest(text: str) -> DenseParameters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpcycleSpec(TakesMovedBase, TakesNonfinite):
-    """The options of `upcycle`: which Mixture-of-Experts is made of a dense model.
+    """The options of `upcycle`: which Mixture-of-Experts is made of a dense model, or of a smaller one.
 
     The form of the experts may also be given as an object, such as `delta=moe_jax.configs.LowRank(rank=16)`.
 
@@ -115,10 +117,23 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     method: Annotated[Literal["vanilla", "ders", "pesc"] | None, Shown("vanilla|ders|pesc", "by --delta")] = None
     """vanilla: every expert is a copy of the FFN; ders: the experts share the FFN, and each adds a `delta` to it; pesc:
     the experts share the FFN, and each has an adapter after it (Camelidae)."""
-    experts: Annotated[int | None, Shown("N", "8")] = None
+    experts: Annotated[int | None, Shown("N", "8; of an MoE twice its own")] = None
     """Experts per MoE layer; with `granularity`, copies of the FFN that are cut into experts."""
-    top_k: int = 2
-    """Experts that a token is routed to."""
+    top_k: Annotated[int | None, Shown("K", "2; of an MoE as many times its own as experts")] = None
+    """Experts that a token is routed to. Step 0, of an MoE: its logits, if every expert gets as many copies and K grows
+    with them, for a token then goes to all copies of what it went to (not with gate sparse_mixer); or if K stays 1.
+    Otherwise copies of one expert take the place of others, and the check says how far off the logits are."""
+    copies_by: Literal["even", "use", "gradient"] = "even"
+    """Of an MoE: which experts are copied. even: all as often. use: the next copy is of the expert that most tokens of
+    `text` go to, for each of its copies; gradient: of the one with the largest norm of the gradient of the loss of
+    `text`, likewise. K then stays as it is."""
+    router_noise: Annotated[float | None, Shown("STD", "0.01")] = None
+    """Of an MoE: Gaussian noise on the router's kernel for the copies, with STD times its standard deviation; what was
+    there stays. With 0, and no `noise`, copies stay alike in training, unless a bias of selection, or a capacity, tells
+    them apart."""
+    shared_from: Annotated[Literal["mean"] | None, Shown("mean", "none")] = None
+    """Of an MoE: adds a shared expert with weight 1, as DeepSeek's models have, whose kernels are the mean of those of
+    the layer's experts. Needs full experts. Step 0: not the source's logits; the check says how far off they are."""
     every: Annotated[int | None, Shown("N", "2, of pesc 1")] = None
     """Every N-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all layers."""
     first: Annotated[int | None, Shown("I", "N - 1")] = None
@@ -201,10 +216,14 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """Compares the new model's logits with the dense model's, and refuses gates that cannot reproduce them."""
     text: Annotated[str | os.PathLike[str] | None, Shown("FILE", "a built-in text", Path | None)] = None
     """With NF4 kernels (`rest` qlora): a text on which the loss before and after quantising, and the KL divergence, are
-    shown; its first 512 tokens."""
+    shown; its first 512 tokens. With `copies_by` use or gradient: the text, or file of data, that these are measured
+    on."""
 
     def __post_init__(self) -> None:
         check_positive(self, "experts", "top_k", "capacity_rows")
+        check_number(self, "router_noise", at_least=0)
+        check_member("copies_by", self.copies_by, ("even", "use", "gradient"))
+        check_member("shared_from", self.shared_from or "mean", ("mean",))
         check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
         check_number(self, "capacity_factor", above=0)
         if self.delta is not None and not isinstance(self.delta, str):
@@ -251,6 +270,20 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         if self.experts is not None:
             return self.experts
         return len(self.experts_from) or len(self.router_from) or 8
+
+    @property
+    def chosen(self) -> int:
+        """Experts that a token is routed to, of an MoE that is made of a dense model."""
+        return 2 if self.top_k is None else self.top_k
+
+    def of_moe(self) -> list[str]:
+        """Returns the names of the options given that are for MoEs, of which larger ones are made."""
+        return [name for name in _OF_MOE if getattr(self, name) not in (None, "even")]
+
+    def of_dense(self) -> list[str]:
+        """Returns the names of the options given that are for dense models."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in fields if name not in _FOR_BOTH + _OF_MOE and getattr(self, name) != fields[name]]
 
     @property
     def every_nth(self) -> int:
@@ -304,7 +337,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         described = {
             "method": self.method,
             "experts": self.copies,
-            "top_k": self.top_k,
+            "top_k": self.chosen,
             "every": self.every_nth if self.layers is None else None,
             "layers": None if self.layers is None else tuple(self.layers),
             **({} if self.first is None else {"first": self.first}),
@@ -387,10 +420,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         if self.capacity_rows is not None and self.capacity_factor is None:
             problems.append("--capacity-rows needs --capacity-factor, which says how many tokens fit")
         problems += self._problems_of_router_weights()
-        if self.top_k > self.copies:
-            problems.append(f"top_k={self.top_k} is above num_experts={self.copies}")
-        if self.weighting == "top1" and self.top_k != 1:
-            problems.append(f"gate 'top1' routes to one expert, top_k={self.top_k}")
+        is_known = self.experts is not None or self.experts_from or self.router_from
+        if is_known and self.chosen > self.copies:
+            problems.append(f"top_k={self.chosen} is above num_experts={self.copies}")
+        if self.weighting == "top1" and self.chosen != 1:
+            problems.append(f"gate 'top1' routes to one expert, top_k={self.chosen}")
         if self.extended and self.universal == "none":
             problems.append("--extended needs a universal FFN to extend the bank by: --universal coder or med")
         return problems

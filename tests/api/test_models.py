@@ -199,7 +199,7 @@ def test_verbs_say_what_is_wrong_with_their_input(dense, moe, tmp_path):
     with pytest.raises(InputError, match="already exists"):
         moe_jax.save(moe_jax.load(dense), moe)
     with pytest.raises(InputError, match="is an MoE already"):
-        moe_jax.upcycle(moe)
+        moe_jax.upcycle(moe, every=1)
     with pytest.raises(InputError, match="did you mean 'low-rank:2'"):
         moe_jax.upcycle(dense, delta="low_rank:2")
     with pytest.raises(InputError, match="--scale goes with --method pesc only"):

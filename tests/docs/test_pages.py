@@ -58,7 +58,8 @@ def test_every_command_has_a_page_with_its_options_and_examples(pages):
         assert f"[`moe-jax {command}`]({command}.md)" in pages["reference/commands/index.md"]
     upcycle = pages["reference/commands/upcycle.md"]
     assert "```bash\nmoe-jax upcycle [OPTIONS] SRC DST\n```" in upcycle
-    assert ":::{option} --top-k N\nExperts that a token is routed to. (default: 2)\n:::" in upcycle
+    assert ":::{option} --experts N\nExperts per MoE layer; with" in upcycle
+    assert "copies of the FFN that are cut into experts. (default: 8; of an MoE twice its own)\n:::" in upcycle
     assert "## Of `--method` pesc" in upcycle and "moe-jax upcycle llama-dir moe-dir" in upcycle
 
 

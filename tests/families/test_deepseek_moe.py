@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
+from moe_jax.conversion.hf_config import write_hf_config
 from moe_jax.model_io.loading import load_model
 from moe_jax.planning.model_costs import make_plan
 from tests.families.reference import mean_loss
 from tests.support.generated import generate
-from tests.support.hf_checkpoints import BASE, expected_tensors, write_checkpoint
+from tests.support.hf_checkpoints import BASE, CONFIGS, expected_tensors, write_checkpoint
 from tests.support.tiers import EVERY, long, one_in
 
 TOKENS = np.random.default_rng(0).integers(0, BASE["vocab_size"], (2, 40))
@@ -173,3 +174,19 @@ def test_the_published_model_has_its_published_size(data_dir):
     names = json.loads(derived.read_text())
     assert make_plan(read_hf_config(config)).total_params == names["total_parameters"] == 16_375_728_128
     assert len(expected_tensors(config)) == names["num_tensors"]
+
+
+@pytest.mark.parametrize("name", ["deepseek", "kimi_k2"])
+@pytest.mark.parametrize("of_sequences", [True, False])
+def test_the_balance_loss_is_of_sequences_or_of_batches_as_the_config_says(name, of_sequences):
+    keys = CONFIGS[name] | {"aux_loss_alpha": 0.25, "seq_aux": of_sequences}
+    config = read_hf_config(keys)
+    moe = config.moe(config.moe_layers[0])
+    assert (moe.sequence_balance_coef, moe.balance_coef) == ((0.25, 0.0) if of_sequences else (0.0, 0.25))
+    written = write_hf_config(config)
+    assert (written["aux_loss_alpha"], written["seq_aux"]) == (0.25, of_sequences)
+    # The classes that come with the checkpoints take the loss of sequences where nothing is said.
+    assert (
+        read_hf_config({key: value for key, value in keys.items() if key != "seq_aux"}).layers
+        == read_hf_config(keys | {"seq_aux": True}).layers
+    )

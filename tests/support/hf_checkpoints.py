@@ -12,6 +12,7 @@ from moe_jax.conversion import read_hf_config
 from moe_jax.conversion.families import family_named
 from moe_jax.conversion.table import PER_EXPERT, apply_table
 from moe_jax.model_io.loading import leaf_specs
+from tests.support.hf_hybrid_configs import HYBRID
 from tests.support.hf_newer_configs import NEWER
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -266,7 +267,10 @@ CONFIGS = {
         "rope_local_base_freq": 500.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    **{name: {key: value for key, value in (BASE | keys).items() if value is not None} for name, keys in NEWER.items()},
+    **{
+        name: {key: value for key, value in (BASE | keys).items() if value is not None}
+        for name, keys in (NEWER | HYBRID).items()
+    },
 }
 
 

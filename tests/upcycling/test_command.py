@@ -145,10 +145,10 @@ def test_an_absent_source_is_refused(tmp_path, failing):
     assert "no model at" in failing(tmp_path / "nothing", tmp_path / "moe")
 
 
-def test_an_moe_is_refused(dense_model, tmp_path, failing):
+def test_options_of_dense_models_are_refused_of_an_moe(dense_model, tmp_path, failing):
     assert run(dense_model, tmp_path / "moe", "--no-step0-check") == 0
-    err = failing(tmp_path / "moe", tmp_path / "again")
-    assert "is an MoE already (layers 1, 3)" in err and err.count("\n") == 1
+    err = failing(tmp_path / "moe", tmp_path / "again", "--delta", "low-rank:2")
+    assert "--delta is for a dense model" in err and err.count("\n") == 1
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, failing):

@@ -112,10 +112,9 @@ def test_all_problems_are_reported_together():
         UpcycleSpec(every=0, experts=2, top_k=3)
 
 
-def test_an_moe_is_not_upcycled_again():
-    config = upcycled_config(dense_config(), UpcycleSpec())
-    with pytest.raises(InputError, match=r"is an MoE already \(layers 1, 3\)"):
-        upcycled_config(config, UpcycleSpec())
+def test_an_moe_becomes_a_larger_one():
+    config = upcycled_config(upcycled_config(dense_config(), UpcycleSpec()), UpcycleSpec())
+    assert config.moe_layers == (1, 3) and config.moe(1).num_experts == 16
 
 
 def test_gates_whose_weights_sum_to_one():

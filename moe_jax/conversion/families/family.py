@@ -52,7 +52,8 @@ class Family:
         that file to one.
       classifier: how it stores models that score classes; None: it cannot.
       further: keys of config.json that say how many layers stand behind the last one, to predict tokens after the next.
-        They are no part of the decoder, and are left out.
+        They are no part of the decoder, and are left out unless they are asked for.
+      further_form: how their tensors are called; None: they cannot be asked for.
       shapes: of tensors that have other axes than their leaves, by name, for a model; see `table.Row`.
       groups: number of groups of the tensors that have some columns of several leaves after each other, by name, for a
         model; see `table.Row`.
@@ -81,6 +82,7 @@ class Family:
     universal: Literal["sigmoid"] | None = None
     vocabulary: tuple[str, Callable[[Path], str]] | None = None
     further: tuple[str, ...] = ()
+    further_form: Literal["deepseek"] | None = None
     shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda config: {}
     optional_prefix: str = ""
@@ -124,11 +126,17 @@ class Family:
 
     def left_out(self, config: ModelConfig, keys: Mapping[str, Any]) -> Table:
         """Returns entries for the `further` layers of a checkpoint whose config.json has these keys."""
-        given = [keys[key] or 0 for key in self.further if key in keys]
-        count = max(given) if given else min(1, len(self.further))  # published checkpoints have one
+        if config.further_layers:
+            return ()
+        count = self.count_further(keys)
         layers = "|".join(str(config.num_layers + number) for number in range(count))
         why = "of a layer that predicts tokens after the next, which is no part of the decoder"
         return (Ignored(rf"model\.layers\.({layers})\..*", why),) if layers else ()
+
+    def count_further(self, keys: Mapping[str, Any]) -> int:
+        """Returns the number of `further` layers of a checkpoint whose config.json has these keys."""
+        given = [keys[key] or 0 for key in self.further if key in keys]
+        return max(given) if given else min(1, len(self.further))  # published checkpoints have one
 
     @property
     def holds_experts(self) -> bool:

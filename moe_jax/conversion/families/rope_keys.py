@@ -96,9 +96,9 @@ def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeCon
                 f"config.json: rope {key} has {len(fields[key])} entries, "
                 f"expected {rotated_pairs}, one per rotated pair"
             )
-    if scaling == "llama3" and fields["high_freq_factor"] <= fields["low_freq_factor"]:
+    if scaling == "llama3" and fields["high_freq_factor"] < fields["low_freq_factor"]:
         raise InputError(
-            f"config.json: rope high_freq_factor={fields['high_freq_factor']} must be above "
+            f"config.json: rope high_freq_factor={fields['high_freq_factor']} is below "
             f"low_freq_factor={fields['low_freq_factor']}"
         )
     return RopeConfig(theta=_checked("rope_theta", theta), fraction=fraction, scaling=scaling, **fields)

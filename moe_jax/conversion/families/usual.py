@@ -384,14 +384,26 @@ def gated_experts(
     In the per-expert layout, they are in the module `block`, and their linear maps have the names given.
     """
     theirs, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
-    fused = f"model.layers.{{i}}.{fused_block}.experts"
     return (
         *linear(f"{theirs}.{gate}", f"{ours}/gate", PER_EXPERT),
         *linear(f"{theirs}.{up}", f"{ours}/up", PER_EXPERT),
         *linear(f"{theirs}.{down}", f"{ours}/down", PER_EXPERT),
-        # Transformers 5 keeps the experts of a layer in two tensors, [E, 2f, d] and [E, d, f].
-        Row(f"{fused}.gate_up_proj", (f"{ours}/gate/kernel", f"{ours}/up/kernel"), transpose=True, layout=FUSED),
-        Row(f"{fused}.down_proj", f"{ours}/down/kernel", transpose=True, layout=FUSED),
+        # Transformers 5 keeps the experts of a layer in two tensors.
+        *fused_experts(f"model.layers.{{i}}.{fused_block}.experts", layout=FUSED),
+    )
+
+
+def fused_experts(theirs: str, *, layout: str | None = None, as_kernels: bool = False) -> Table:
+    """Returns the rows of the gated experts of a layer in two tensors of the module `theirs`.
+
+    They are [E, 2f, d] and [E, d, f], or `as_kernels` [E, d, 2f] and [E, f, d].
+    """
+    ours = "layers/{i}/mlp/experts"
+    both = (f"{ours}/gate/kernel", f"{ours}/up/kernel")
+    how: Any = {"transpose": not as_kernels, "layout": layout}
+    return (
+        Row(f"{theirs}.gate_up_proj", both, side_by_side=as_kernels, **how),
+        Row(f"{theirs}.down_proj", f"{ours}/down/kernel", **how),
     )
 
 

@@ -58,6 +58,21 @@ def ropes_of_windows(windows: Sequence[int | None]) -> list[RopeConfig | None]:
     return [UNROTATED if window is None else None for window in windows]
 
 
+def read_rotating(config: HFConfig) -> list[bool]:
+    """Reads which layers rotate: 1 in `no_rope_layers`, or all but every n-th."""
+    count, listed = num_layers(config), config.integers("no_rope_layers", lists_only=True)
+    if not listed:
+        every = config.required_integer("no_rope_layer_interval")
+        if every < 1:
+            raise InputError(f"config.json: no_rope_layer_interval={every} must be at least 1")
+        return [(i + 1) % every != 0 for i in range(count)]
+    if len(listed) != count or not set(listed) <= {0, 1}:
+        raise InputError(
+            f"config.json: no_rope_layers has {len(listed)} entries, expected {count} (num_hidden_layers), each 0 or 1"
+        )
+    return [bool(one) for one in listed]
+
+
 def read_ropes(config: HFConfig, thetas: Mapping[str, str]) -> dict[str, RopeConfig]:
     """Reads the rotary embedding of layers of either type.
 

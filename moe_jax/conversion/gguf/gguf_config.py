@@ -189,5 +189,6 @@ def llama3_factors(
     """
     waves = 2 * math.pi * np.float64(theta) ** (np.arange(0, rotated, 2) / rotated)
     fits = original_max_position_embeddings / waves
-    kept = np.clip((fits - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    between = high_freq_factor - low_freq_factor
+    kept = np.clip((fits - low_freq_factor) / between, 0, 1) if between else fits >= low_freq_factor
     return 1 / ((1 - kept) / factor + kept)

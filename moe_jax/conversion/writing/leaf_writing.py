@@ -277,7 +277,8 @@ class LeafWriting:
             piece = by_expert.pop(expert)
             assert not piece.transpose and piece.columns is None, piece
             with np.errstate(all="ignore"):  # as in `_write_rows`
-                joined = np.stack([part for _, part in parts], axis=-1).astype(dtype, copy=False)
+                join = np.concatenate if piece.in_blocks else np.stack
+                joined = join([part for _, part in parts], axis=-1).astype(dtype, copy=False)
             self.progress.advance(self.writer.write(piece.tensor, piece.offset, joined))
         assert not by_expert, (paths, by_expert)
 

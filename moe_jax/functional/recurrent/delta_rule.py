@@ -20,12 +20,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 64
 """Tokens of a chunk. Shorter ones leave more steps to the recurrence, longer ones more work between tokens."""
+GROUP = 16
+"""Chunks that are worked on at a time: more need more memory, fewer leave a large device idle."""
 _BLOCK = 16
 _EPS = 1e-6
 
 
 class DeltaInputs(NamedTuple):
-    """What the tokens bring to the rule. H heads have states; of queries and keys there may be fewer, G of them.
+    """Everything that tokens bring to the rule. H heads have states; of queries and keys there may be fewer, G of them.
 
     Attributes:
       q, k: queries and keys, of any length.
@@ -53,17 +55,13 @@ def delta_rule(
         something that means nothing. A document begins with a state of zeros, but for the first of a row, which goes on
         from `state`. None: a row is one document.
     """
-    dtype = inputs.v.dtype
     batch, length, heads, width = inputs.v.shape
     if state is None:
         state = jnp.zeros((batch, heads, inputs.k.shape[-1], width), jnp.float32)
-    inputs = _prepared(inputs, documents)
-    begins = None if documents is None else document_begins(documents)
-    if length == 1:
-        state, read = _step(state, jax.tree.map(lambda one: one[:, 0], inputs))
-        return read[:, None].astype(dtype), state
-    read, state = _in_chunks(inputs, state, begins, dtype)
-    return read.astype(dtype), state
+    if length > 1:
+        return _in_groups(inputs, state, documents)
+    state, read = _step(state, jax.tree.map(lambda one: one[:, 0], _prepared(inputs, documents)))
+    return read[:, None].astype(inputs.v.dtype), state
 
 
 def plain_delta_rule(
@@ -145,22 +143,45 @@ class _Chunks(NamedTuple):
     decay: Float[Array, "N B H"]
 
 
-def _in_chunks(
-    inputs: DeltaInputs, state: Float[Array, "B H K V"], begins: Bool[Array, "B T"] | None, dtype: DTypeLike
+def _in_groups(
+    inputs: DeltaInputs, state: Float[Array, "B H K V"], documents: Int[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    batch, length, heads, width = inputs.v.shape
+    """Applies the rule to some chunks after the others, of which only inputs and states are kept for the gradient."""
+    batch, length = inputs.v.shape[:2]
     size = min(CHUNK, max(_BLOCK, 1 << (length - 1).bit_length()))
-    missing = -length % size
+    count = -(-length // size)
+    groups = -(-count // GROUP)
+    tokens = -(-count // groups) * size
+
+    def grouped(one: Array) -> Array:
+        one = jnp.pad(one, [(0, 0), (0, groups * tokens - length)] + [(0, 0)] * (one.ndim - 2))
+        return jnp.moveaxis(one.reshape(batch, groups, tokens, *one.shape[2:]), 1, 0)
+
+    def next_group(state: Array, group: tuple[DeltaInputs, Array | None, Array | None]) -> tuple[Array, Array]:
+        given, names, begins = group
+        read, state = _in_chunks(_prepared(given, names), state, begins, size, inputs.v.dtype)
+        return state, read
+
+    begins = None if documents is None else document_begins(documents)
+    given = jax.tree.map(grouped, (inputs, documents, begins))
+    state, read = jax.lax.scan(jax.checkpoint(next_group, prevent_cse=False), state, given)
+    read = jnp.moveaxis(read, 0, 1)
+    return read.reshape(batch, groups * tokens, *read.shape[3:])[:, :length], state
+
+
+def _in_chunks(
+    inputs: DeltaInputs, state: Float[Array, "B H K V"], begins: Bool[Array, "B T"] | None, size: int, dtype: DTypeLike
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """Applies the rule to whole chunks of so many tokens, given `_prepared` inputs."""
+    batch, length, heads, width = inputs.v.shape
 
     def chunked(one: Array) -> Array:
-        one = jnp.pad(one, [(0, 0), (0, missing)] + [(0, 0)] * (one.ndim - 2))
+        """[B, T, ...] -> [N, B, ..., C], with what is left of a width last."""
         one = one.reshape(batch, -1, size, *one.shape[2:])
         return jnp.moveaxis(one, (1, 2), (0, -1 if one.ndim == 4 else -2 if one.ndim == 5 else 2))
 
-    parts = DeltaInputs(*map(chunked, inputs))
     of_chunk = None if begins is None else jnp.cumsum(chunked(begins).astype(jnp.int32), axis=-1)
-    # The backward pass makes these again: kept, they would be some matrices [C, C] for every chunk and head.
-    chunks = jax.checkpoint(_between_tokens, static_argnums=2)(parts, of_chunk, dtype)
+    chunks = _between_tokens(DeltaInputs(*map(chunked, inputs)), of_chunk, dtype)
 
     def next_chunk(state: Array, one: _Chunks) -> tuple[Array, Array]:
         change = one.values - _product("bhck,bhkv->bhcv", one.reads, state, dtype)
@@ -170,8 +191,7 @@ def _in_chunks(
         return state * one.decay[..., None, None] + added, read.astype(dtype)
 
     state, read = jax.lax.scan(next_chunk, state, chunks)
-    read = jnp.moveaxis(read, (0, 3), (1, 2)).reshape(batch, length + missing, heads, width)
-    return read[:, :length], state
+    return jnp.moveaxis(read, (0, 3), (1, 2)).reshape(batch, length, heads, width), state
 
 
 def _between_tokens(parts: DeltaInputs, documents: Int[Array, "N B C"] | None, dtype: DTypeLike) -> _Chunks:
@@ -215,18 +235,11 @@ def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Array:
 def inverse_of_unit_lower(x: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     """Returns the inverse of `I + L`, L what is below the diagonal of `x`, float32; C is 16 times a power of two.
 
-    Blocks of 16 rows are inverted row by row, and then joined, two by two, by products.
+    The inverse of blocks is that of blocks half as large, and a product for the corner between two of them. Within 16
+    rows all such corners are made at a time, in products of whole blocks.
     """
     size = x.shape[-1]
-    count = size // _BLOCK
-    lead = x.shape[:-2]
-    diagonal = jnp.stack([x[..., i : i + _BLOCK, i : i + _BLOCK] for i in range(0, size, _BLOCK)], axis=-3)
-    rows = [jnp.broadcast_to(jnp.asarray(np.eye(_BLOCK, dtype=np.float32)[0]), (*lead, count, _BLOCK))]
-    for i in range(1, _BLOCK):
-        done = jnp.stack(rows, axis=-2)
-        row = -jnp.sum(diagonal[..., i, :i, None] * done, axis=-2)
-        rows.append(row.at[..., i].set(1.0))
-    blocks = jnp.stack(rows, axis=-2)
+    blocks = _inverse_of_blocks(jnp.stack([x[..., i : i + _BLOCK, i : i + _BLOCK] for i in range(0, size, _BLOCK)], -3))
     width = _BLOCK
     while width < size:
         first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
@@ -236,6 +249,20 @@ def inverse_of_unit_lower(x: Float[Array, "... C C"]) -> Float[Array, "... C C"]
         blocks = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         width *= 2
     return blocks[..., 0, :, :]
+
+
+def _inverse_of_blocks(x: Float[Array, "... n b b"]) -> Float[Array, "... n b b"]:
+    """Returns the inverse of `I + L` for every block."""
+    size = x.shape[-1]
+    place = np.arange(size)
+    inverse, width = jnp.broadcast_to(jnp.asarray(np.eye(size, dtype=np.float32)), x.shape), 1
+    while width < size:
+        pair, half = place // (2 * width), place // width
+        is_corner = (pair[:, None] == pair[None, :]) & (half[:, None] > half[None, :])
+        corners = jnp.where(jnp.asarray(is_corner), x, 0.0)
+        inverse = inverse - (corners if width == 1 else _matmul(_matmul(inverse, corners), inverse))
+        width *= 2
+    return inverse
 
 
 def _inverse_forward(x: Array) -> tuple[Array, Array]:

@@ -470,8 +470,8 @@ def test_dtype_in_both_styles(style: str):
         ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear', expected an object"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope type 'llama3' needs 'low_freq_factor'"),
         (
-            {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
-            "high_freq_factor=4.0 must be above low_freq_factor=4.0",
+            {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 2.0}},
+            "high_freq_factor=2.0 is below low_freq_factor=4.0",
         ),
         ({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 4}}, "rope type 'longrope' needs 'short_factor'"),
         (

@@ -27,6 +27,7 @@ TOTALS = {
 # The keys of published configs that sizes follow from, and the parameters that the class of Transformers 5.24 makes of
 # them, with the biases of selection, which it counts as buffers.
 _HEADS = {"num_key_value_heads": 8, "head_dim": 128}
+_LLAMA4 = {"hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, **_HEADS, "vocab_size": 202048}
 SIZES = {
     "GLM-4.5-Air": (
         {"model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96, **_HEADS,
@@ -48,6 +49,52 @@ SIZES = {
         {"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
          "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840},
         1_026_408_232_448,
+    ),
+    # config.json of https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct; its card rounds to 80 billion.
+    "Qwen3-Next-80B-A3B": (
+        {"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+         "intermediate_size": 5120, "full_attention_interval": 4, "mlp_only_layers": [], "vocab_size": 151936},
+        79_674_391_296,
+    ),
+    # The language model of https://huggingface.co/Qwen/Qwen3.5-35B-A3B; the values that it leaves out are those of the
+    # config class of Transformers.
+    "Qwen3.5-35B-A3B": (
+        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {},
+         "text_config": {
+             "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "vocab_size": 248320,
+             "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+             "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+             "max_position_embeddings": 262144,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                                 "mrope_interleaved": True, "mrope_section": [11, 11, 10]}}},
+        34_660_610_688,
+    ),
+    # The language models of meta-llama/Llama-4-Scout-17B-16E and Llama-4-Maverick-17B-128E, whose cards count what they
+    # see with, too: 109 and 400 billion.
+    "Llama 4 Scout": (
+        {"model_type": "llama4", "vision_config": {}, "text_config": {**_LLAMA4, "num_local_experts": 16}},
+        107_769_861_120,
+    ),
+    "Llama 4 Maverick": (
+        {"model_type": "llama4", "vision_config": {},
+         "text_config": {**_LLAMA4, "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}},
+        400_711_848_960,
+    ),
+    # The language model of https://huggingface.co/mistralai/Mistral-Small-4-119B-2603.
+    "Mistral Small 4": (
+        {"model_type": "mistral3", "tie_word_embeddings": False, "vision_config": {},
+         "text_config": {
+             "model_type": "mistral4", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+             "moe_intermediate_size": 2048, "n_routed_experts": 128, "num_experts_per_tok": 4, "vocab_size": 131072}},
+        118_972_826_624,
+    ),
+    "Qwen3-VL-30B-A3B": (
+        {"model_type": "qwen3_vl_moe", "vision_config": {},
+         "text_config": {
+             "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+             "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+             "vocab_size": 151936}},
+        30_532_122_624,
     ),
     "OLMo 2 7B": (
         {"model_type": "olmo2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

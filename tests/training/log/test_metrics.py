@@ -38,6 +38,7 @@ def test_router_statistics_are_reported_by_layer():
         gram=np.zeros((2, 4, 4), np.float32),
         tokens=np.full(2, 120, np.float32),
         balanced_load=np.array([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]], np.float32),
+        sequence_balance=np.zeros(2, np.float32),
     )
     record = json.loads(json.dumps(to_record(abstract_model(config), 7, step_metrics((stats,)))))
     assert record["step"] == 7 and record["tokens"] == 120 and record["scored_tokens"] == 100

@@ -92,6 +92,8 @@ def _read_num_experts(config: HFConfig) -> int:
 
 
 def write_sparse_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
+    """Writes the keys that `read_sparse_layers` reads."""
+
     def moe_keys(moe: MoEConfig) -> dict[str, Any]:
         shared = {} if shared_expert is None else {shared_expert: moe.universal_ffn.dim}
         return usual.write_moe(moe) | shared

@@ -5,13 +5,12 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
-from moe_jax.conversion.families.windows import SLIDING, UNROTATED, read_layer_types, write_layer_types
-from moe_jax.core.errors import InputError
+from moe_jax.conversion.families.windows import SLIDING, UNROTATED, read_layer_types, read_rotating, write_layer_types
 from moe_jax.models import LayerConfig, ModelConfig
 
 
 def _read(config: HFConfig) -> ModelConfig:
-    biases, rotates = usual.read_biases(config), _read_rotating(config)
+    biases, rotates = usual.read_biases(config), read_rotating(config)
     windows = _read_windows(config, rotates)
     ffn = usual.read_gated_ffn(config, bias=config.flag("mlp_bias"))
     layers = [
@@ -24,21 +23,6 @@ def _read(config: HFConfig) -> ModelConfig:
         for window, rotating in zip(windows, rotates, strict=True)
     ]
     return usual.read_decoder(config, "smollm3", layers)
-
-
-def _read_rotating(config: HFConfig) -> list[bool]:
-    """Reads which layers rotate: 1 in a list, or all but every n-th."""
-    count, listed = usual.num_layers(config), config.integers("no_rope_layers", lists_only=True)
-    if not config.given("no_rope_layers"):
-        every = config.required_integer("no_rope_layer_interval")
-        if every < 1:
-            raise InputError(f"config.json: no_rope_layer_interval={every} must be at least 1")
-        return [(i + 1) % every != 0 for i in range(count)]
-    if len(listed) != count or not set(listed) <= {0, 1}:
-        raise InputError(
-            f"config.json: no_rope_layers has {len(listed)} entries, expected {count} (num_hidden_layers), each 0 or 1"
-        )
-    return [bool(one) for one in listed]
 
 
 def _read_windows(config: HFConfig, rotates: list[bool]) -> list[int | None]:

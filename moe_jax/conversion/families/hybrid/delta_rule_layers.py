@@ -28,7 +28,6 @@ DEFAULTS: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "router_aux_loss_coef": 0.001,
 }
 """Values of keys that a config leaves out, in all of these families."""
 

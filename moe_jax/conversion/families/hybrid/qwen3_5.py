@@ -73,7 +73,7 @@ def _read_rope(config: HFConfig) -> RopeConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     """Writes the keys that dense models and MoEs share; the first release that reads them has `rope_parameters`."""
-    keys = {**usual.write_decoder(config), **write_mixers(config)}
+    keys = {**write_mixers(config), **usual.write_decoder(config)}
     rope = write_rope(config.rope)
     keys = {key: value for key, value in keys.items() if key not in rope}
     scaling = rope.pop("rope_scaling") or {}
@@ -140,6 +140,7 @@ QWEN3_5_MOE = Family(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,
+        "router_aux_loss_coef": 0.001,
         "num_experts_per_tok": 8,
     },
     read=_reader(_MOE, _read_moe),

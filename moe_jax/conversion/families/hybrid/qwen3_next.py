@@ -30,9 +30,9 @@ def _read(config: HFConfig) -> ModelConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
+        **write_mixers(config),
         **usual.write_decoder(config),
         "partial_rotary_factor": config.rope.fraction,
-        **write_mixers(config),
         **write_sparse_layers(config, shared_expert=SHARED_EXPERT_DIM),
     }
 
@@ -48,6 +48,7 @@ QWEN3_NEXT = Family(
         "moe_intermediate_size": 512,
         SHARED_EXPERT_DIM: 512,
         "num_experts": 512,
+        "router_aux_loss_coef": 0.001,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
     },

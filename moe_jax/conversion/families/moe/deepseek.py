@@ -30,7 +30,13 @@ from moe_jax.models import (
     SelectionConfig,
 )
 
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False}
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "seq_aux": True,
+}
 _LATENT_DEFAULTS = {
     **_DEFAULTS,
     "kv_lora_rank": 512,
@@ -43,9 +49,8 @@ _LATENT_DEFAULTS = {
 # Transformers derives them and ignores the values in a file.
 _DERIVED_WIDTHS = ("head_dim", "qk_head_dim")
 
-# `seq_aux`: here the balance loss is taken over a batch, not over each sequence; `ep_size`: the number of devices that
-# experts were split over.
-_TRAINING_KEYS = ("seq_aux", "ep_size")
+# The number of devices that experts were split over.
+_TRAINING_KEYS = ("ep_size",)
 
 
 def _read_layers(config: HFConfig, attention: AttentionConfig, **moe_fields: Any) -> list[LayerConfig]:
@@ -60,8 +65,11 @@ def _read_layers(config: HFConfig, attention: AttentionConfig, **moe_fields: Any
     # Without experts all layers are dense.
     moes = [i for i in above_dense(config) if config.integer("n_routed_experts") is not None and i % step == 0]
     count = usual.num_layers(config)
-    balance_coef = (config.number("aux_loss_alpha") or 0.0) if moes else 0.0
-    return read_moe_layers(config, [attention] * count, moes, balance_coef=balance_coef, **moe_fields)
+    coefficient = (config.number("aux_loss_alpha") or 0.0) if moes else 0.0
+    # Of a batch, or of every sequence.
+    losses = {"balance_coef": 0.0, "sequence_balance_coef": 0.0}
+    losses["sequence_balance_coef" if config.flag("seq_aux") else "balance_coef"] = coefficient
+    return read_moe_layers(config, [attention] * count, moes, **losses, **moe_fields)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
@@ -70,7 +78,12 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
     first = moes[0] if moes else config.num_layers
     follow = moes == tuple(range(first, config.num_layers))
     which = {"first_k_dense_replace": first, "moe_layer_freq": 1 if follow else math.gcd(*moes)}
-    coefficient = {"aux_loss_alpha": config.moe(first).balance_coef} if moes else {}
+    coefficient: dict[str, Any] = {}
+    if moes:
+        moe = config.moe(first)
+        of_sequences = moe.sequence_balance_coef > 0 or moe.balance_coef == 0
+        value = moe.sequence_balance_coef if of_sequences else moe.balance_coef
+        coefficient = {"aux_loss_alpha": value, "seq_aux": of_sequences}
     return {**which, **write_moe_layers(config, nothing_shared=None), **coefficient}
 
 
@@ -234,6 +247,7 @@ DEEPSEEK_V3 = Family(
     write=_write_v3,
     table=(*usual.EMBEDDING, *LATENT_ATTENTION, *MOE_MLP, *usual.HEAD),
     further=FURTHER,
+    further_form="deepseek",
 )
 
 # Kimi-K2 is a DeepSeek-V3 of other sizes, whose config.json has a name of its own and names the class of DeepSeek's.

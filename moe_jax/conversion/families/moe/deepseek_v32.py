@@ -192,6 +192,7 @@ DEEPSEEK_V32 = Family(
     write=_write_decoder,
     table=_TABLE,
     further=FURTHER,
+    further_form="deepseek",
 )
 
 GLM_MOE_DSA = Family(

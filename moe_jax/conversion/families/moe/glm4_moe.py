@@ -83,6 +83,7 @@ GLM4_MOE = Family(
     write=_write,
     table=(*usual.EMBEDDING, *usual.ATTENTION, *MOE_MLP, *usual.HEAD),
     further=FURTHER,
+    further_form="deepseek",
 )
 
 # --- GLM-4.7-Flash: latent attention, and a list of the layers that are MoEs ----------------------
@@ -143,4 +144,5 @@ GLM4_MOE_LITE = Family(
     write=_write_lite,
     table=(*usual.EMBEDDING, *LATENT_ATTENTION, *MOE_MLP, *usual.HEAD),
     further=FURTHER,
+    further_form="deepseek",
 )

@@ -25,8 +25,8 @@ LATENT_ATTENTION: Table = (
 )
 
 
-def read_latent_attention(config: HFConfig, *, interleaved: bool) -> AttentionConfig:
-    """Reads multi-head latent attention; its scale depends on the rotary embedding."""
+def read_latent_attention(config: HFConfig, *, interleaved: bool, rope: RopeConfig | None = None) -> AttentionConfig:
+    """Reads multi-head latent attention; its scale depends on the rotary embedding (None: that of the usual keys)."""
     heads, kv_heads = config.required_integer("num_attention_heads"), config.integer("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         raise InputError(
@@ -41,7 +41,7 @@ def read_latent_attention(config: HFConfig, *, interleaved: bool) -> AttentionCo
         interleaved=interleaved,
     )
     max_positions = config.required_integer("max_position_embeddings")
-    rope = read_rope(config, max_positions=max_positions, head_dim=latent.rope_dim)
+    rope = rope or read_rope(config, max_positions=max_positions, head_dim=latent.rope_dim)
     if rope.fraction != 1.0:
         raise InputError(
             f"config.json: partial_rotary_factor is {rope.fraction}, but qk_rope_head_dim says what of a head is "

@@ -1,0 +1,1 @@
+"""Layers behind the last one, which predict tokens after the next."""

@@ -1,0 +1,46 @@
+"""The loss of layers that predict tokens after the next (DeepSeek-V3, arXiv:2412.19437, equations 24 and 25)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from moe_jax.functional import keys
+from moe_jax.nn.context import make_context
+from moe_jax.nn.decoder import Decoder
+from moe_jax.nn.inputs import Batch, model_inputs
+
+
+def further_loss(
+    model: Decoder, x: Float[Array, "B T d"], batch: Batch, *, depth: int, key: Array | None = None
+) -> Float[Array, ""]:
+    """Returns the mean over the first `depth` further layers of their cross-entropies, float32.
+
+    That of layer k is the weighted sum of the negative log-likelihoods of the targets, k tokens further than the
+    model's own, as far as they are in the same document. A target has the weight that it has for the model itself, so
+    that each layer's sum is divided by the number of all scored tokens, as in equation 24.
+
+    Args:
+      model: with at least as many `further_layers`.
+      x: the head's input, of the same batch.
+      batch: with `targets`, and `weights`, whose sum over the batch is 1; and perhaps `segment_ids` and `positions`.
+      depth: number of layers.
+      key: random key of the step in training; None: deterministic.
+    """
+    given = model_inputs(batch)
+    given.pop("tokens")
+    context = make_context(model.config, x.shape[:2], **given)
+    targets, weights, documents = batch["targets"], batch["weights"], batch.get("segment_ids")
+    total = jnp.zeros((), jnp.float32)
+    for number in range(depth):
+        layer, ahead = model.further[number], number + 1
+        embedded = model.embed.look_up(_ahead(targets, number))
+        x = layer(x, embedded, context, keys.fold_in(key, model.config.num_layers + number))
+        scored = _ahead(weights, ahead)
+        if documents is not None:
+            scored = jnp.where(_ahead(documents, ahead) == documents, scored, 0.0)
+        total = total + model.weighted_loss(layer.final_norm(x), _ahead(targets, ahead), scored)
+    return total / depth
+
+
+def _ahead(array: Shaped[Array, "B T"], count: int) -> Shaped[Array, "B T"]:
+    """Returns what stands so many places further in every row; zeros behind its end."""
+    return jnp.pad(array[:, count:], ((0, 0), (0, count)))

@@ -1,0 +1,98 @@
+"""Layers that predict tokens after the next are trained with the model, and where no recipe asks, not at all."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax.core.errors import InputError
+from moe_jax.data.sections import DataSection
+from moe_jax.models import SelectionConfig
+from moe_jax.training.balance.moe_section import MoESection
+from moe_jax.training.in_memory_training import train_on_batches
+from moe_jax.training.program import make_program
+from moe_jax.training.recipe import MTPSection, OptimizerSection, PartitionSection, TrainSection
+from tests.conversion.hf.test_further_layers import with_further
+from tests.support.hf_checkpoints import read_tensors, write_checkpoint
+from tests.support.tiers import long
+from tests.support.training_models import config_of, moe, recipe_of
+
+CONFIG = dataclasses.replace(config_of(moe(balance_coef=0.0)), further_layers=2)
+ROWS = [np.random.default_rng(0).integers(1, 200, (8, 17))] * 6
+
+
+def trained(recipe, config=CONFIG) -> list[dict]:
+    records = []
+    train_on_batches(recipe, SimpleNamespace(config=config), ROWS, on_step=records.append)
+    return records
+
+
+@long
+def test_further_tokens_are_learnt_and_microbatches_add_up():
+    fast = OptimizerSection(learning_rate=1e-2)
+    recipe = recipe_of(steps=6, mtp=MTPSection(weight=0.3), optimizer=fast)
+    whole = trained(recipe)
+    assert whole[-1]["mtp_loss"] < whole[0]["mtp_loss"] - 0.05 and whole[-1]["loss"] < whole[0]["loss"]
+    # Of 16 tokens of a row, 15 and 14 have a target; a drawn model finds all tokens alike.
+    assert whole[0]["mtp_loss"] == pytest.approx(np.log(264) * 14.5 / 16, rel=1e-2)
+    halves = recipe_of(steps=2, mtp=MTPSection(), train=TrainSection(steps=2, batch_size=16, accumulation=2))
+    one = dataclasses.replace(halves, train=TrainSection(steps=2, batch_size=16))
+    rows = [np.random.default_rng(1).integers(1, 200, (16, 17))] * 2
+    found = {}
+    for name, given in (("halves", halves), ("one", one)):
+        records = found[name] = []
+        train_on_batches(given, SimpleNamespace(config=CONFIG), rows, on_step=records.append)
+    for key in ("mtp_loss", "loss", "grad_norm"):
+        pairs = ([record[key] for record in found[name]] for name in ("halves", "one"))
+        np.testing.assert_allclose(*pairs, rtol=1e-4)
+
+
+@long
+def test_a_deepseek_is_trained_with_them_and_exported(tmp_path):
+    config, tensors = with_further("deepseek_v3", vocab_size=264)
+    write_checkpoint(tmp_path / "hf", config, tensors)
+    model = moe_jax.convert(tmp_path / "hf", tmp_path / "model", further="keep")
+    rows, recipe = [row % 60 for row in ROWS[:2]], {"train": {"steps": 2}, "moe": {"bias_update_rate": 0.001}}
+    moe_jax.export(moe_jax.train({**recipe, "mtp": {"weight": 0.3}}, model, rows), tmp_path / "with")
+    moe_jax.export(moe_jax.train(recipe, model, rows), tmp_path / "without")
+    place = "model.layers.3."
+    changed = {
+        folder: {name for name, one in read_tensors(tmp_path / folder).items() if (one != tensors[name]).any()}
+        for folder in ("with", "without")
+    }
+    copies = {f"{place}embed_tokens.weight", f"{place}shared_head.head.weight"}
+    further = {name for name in tensors if name.startswith(place)} - copies
+    # Experts that no token goes to have no gradient but decay; the bias of selection of a further layer stays.
+    assert changed["with"] >= further - {f"{place}mlp.gate.e_score_correction_bias"}
+    assert not changed["without"] & further and copies <= changed["with"] and copies <= changed["without"]
+    out = read_tensors(tmp_path / "with")
+    np.testing.assert_array_equal(out[f"{place}embed_tokens.weight"], out["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(out[f"{place}shared_head.head.weight"], out["lm_head.weight"])
+
+
+def test_what_is_trained_is_what_the_recipe_says():
+    def paths(**sections) -> set[str]:
+        program = make_program(recipe_of(data=DataSection(seq_len=16), **sections), CONFIG, jax.devices()[:1])
+        return {path.split("/")[1] for path in program.trainable if path.startswith("further/")}
+
+    assert paths() == set()
+    assert paths(mtp=MTPSection()) == {"0", "1"} and paths(mtp=MTPSection(depth=1)) == {"0"}
+    assert paths(mtp=MTPSection(), partition=PartitionSection(train=("further/1/.*",))) == {"1"}
+
+
+def test_models_without_such_layers_are_refused():
+    plain = config_of(moe(selection=SelectionConfig(bias=True)))
+    with pytest.raises(InputError, match="mtp.depth = all"):
+        make_program(recipe_of(mtp=MTPSection()), plain, jax.devices()[:1])
+    with pytest.raises(InputError, match="mtp.depth = 3"):
+        make_program(recipe_of(mtp=MTPSection(depth=3)), CONFIG, jax.devices()[:1])
+    with pytest.raises(InputError, match="weight"):
+        MTPSection(weight=0.0)
+    # The loads of further layers are not reported, and so their biases are not moved.
+    biased = dataclasses.replace(plain, further_layers=1)
+    program = make_program(recipe_of(moe=MoESection(bias_update_rate=0.1)), biased, jax.devices()[:1])
+    moved = [path for path in program.trainable if "selection_bias" in path]
+    assert moved == ["stack/segments/0/blocks/0/mlp/router/selection_bias"]
