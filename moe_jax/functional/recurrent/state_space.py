@@ -75,7 +75,9 @@ def _chunk(
 ) -> tuple[Float[Array, "B H N P"], Float[Array, "B C H P"]]:
     """Returns the state after a chunk, and what its queries read."""
     each = inputs.v.shape[2] // inputs.k.shape[2]
-    q, k = (jnp.repeat(one, each, axis=2) for one in (inputs.q, inputs.k))
+    # Heads before tokens: XLA:CPU has no bfloat16 products for some other orders.
+    q, k = (jnp.repeat(one, each, axis=2).transpose(0, 2, 1, 3) for one in (inputs.q, inputs.k))
+    v = inputs.v.transpose(0, 2, 1, 3)
     documents = jnp.cumsum(begins.astype(jnp.int32), axis=1)
     total = jnp.cumsum(inputs.log_decay, axis=1).transpose(0, 2, 1)
     place = np.arange(total.shape[-1])
@@ -86,12 +88,11 @@ def _chunk(
     goes_on, ends = (documents == 0)[:, None], (documents == documents[:, -1:])[:, None]
     since = jnp.where(goes_on, jnp.exp(total), 0.0)
     until = jnp.where(ends, jnp.exp(total[..., -1:] - total), 0.0)
-    within = _product("bchn,bdhn->bhcd", q, k, dtype) * between
-    read = _product("bhcd,bdhp->bchp", within, inputs.v, dtype)
-    read = read + _product("bchn,bhnp->bchp", q, state, dtype) * since.transpose(0, 2, 1)[..., None]
-    kept = inputs.v.astype(jnp.float32) * until.transpose(0, 2, 1)[..., None]
-    added = _product("bchn,bchp->bhnp", k, kept, dtype)
-    return state * since[..., -1:, None] + added, read
+    within = _product("bhcn,bhdn->bhcd", q, k, dtype) * between
+    read = _product("bhcd,bhdp->bhcp", within, v, dtype)
+    read = read + _product("bhcn,bhnp->bhcp", q, state, dtype) * since[..., None]
+    added = _product("bhcn,bhcp->bhnp", k, v.astype(jnp.float32) * until[..., None], dtype)
+    return state * since[..., -1:, None] + added, read.transpose(0, 2, 1, 3)
 
 
 def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Float[Array, "..."]:

@@ -1,4 +1,4 @@
-"""LFM2 beyond what every family is tested for: caches, padding, packed documents, every verb, and what is refused."""
+"""LFM2 and Granite 4 beyond what every family is tested for: caches, padding, documents, verbs, what is refused."""
 
 import dataclasses
 import json
@@ -23,18 +23,18 @@ from moe_jax.nn import init_cache
 from tests.families.cases import CASES, SMALL
 from tests.families.reference import random_model, saved
 from tests.support.generated import generate
-from tests.support.hf_checkpoints import CONFIGS
-from tests.support.tiers import long
+from tests.support.hf_checkpoints import CONFIGS, assert_same_bits, read_tensors
+from tests.support.tiers import long, one_in
 
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 20))
-NAME = "lfm2_moe"
+NAMES = ("lfm2_moe", "granitemoehybrid")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request, tmp_path_factory):
     """A random small model of Transformers, and the checkpoint of it."""
-    reference = random_model(CASES[NAME], NAME)
-    return reference, saved(reference, tmp_path_factory.mktemp("lfm2"))
+    reference = random_model(CASES[request.param], request.param)
+    return reference, saved(reference, tmp_path_factory.mktemp("hybrid"))
 
 
 def logits_of(reference, tokens=TOKENS, **options):
@@ -46,6 +46,7 @@ def close(got, expected) -> bool:
     return bool(np.abs(np.asarray(got) - expected).max() <= 2e-5 * np.abs(expected).max())
 
 
+@one_in(2)
 def test_caches_padding_and_documents_change_nothing(pair):
     """One program: rows in pieces with padding behind them, and both in one row behind padding."""
     reference, source = pair
@@ -146,8 +147,7 @@ def test_what_the_format_cannot_say_is_refused():
 
 
 @long
-def test_every_verb(pair, tmp_path):
-    """Upcycled, tuned, compressed and written back, each read by Transformers again where its format holds it."""
+def test_an_upcycled_lfm2_is_one_of_transformers(tmp_path):
     reference = random_model(CASES["lfm2"], "lfm2")
     dense = saved(reference, tmp_path / "dense").path
     moe_jax.upcycle(dense, tmp_path / "moe", experts=4, gate="topk_sigmoid")
@@ -159,22 +159,40 @@ def test_every_verb(pair, tmp_path):
         moe_jax.export(moe_jax.upcycle(dense, tmp_path / "softmax"), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 
-    source = pair[1].path
-    moe_jax.adapt(source, tmp_path / "lora", method="lora", adapter="lora:2", targets="v,o")
+
+@long
+def test_granite_4_upcycled_has_no_ffn_beside_its_experts(tmp_path):
+    name = "granitemoehybrid-dense-groups-biases-rotated-tied"
+    reference = random_model(CASES[name], name)
+    moe = moe_jax.upcycle(saved(reference, tmp_path / "dense").path, tmp_path / "moe", experts=4, every=1)
+    assert close(moe_jax.load(moe.path).decoder(jnp.asarray(TOKENS, jnp.int32)).logits, logits_of(reference))
+    with pytest.raises(InputError, match="beside the experts"):
+        moe_jax.export(tmp_path / "moe", tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+@long
+def test_every_verb(pair, tmp_path):
+    reference, source = pair
+    moe_jax.adapt(source.path, tmp_path / "lora", method="lora", adapter="lora:2", targets="v,o")
     moe_jax.export(tmp_path / "lora", tmp_path / "peft", format="peft")
     names = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["target_modules"]
-    assert sorted(names) == ["conv.out_proj", "in_proj", "self_attn.out_proj", "v_proj"]
+    outputs = ["conv.out_proj", "self_attn.out_proj"] if source.config.family == "lfm2_moe" else ["o_proj", "out_proj"]
+    assert sorted(names) == sorted([*outputs, "in_proj", "v_proj"])
     peft = pytest.importorskip("peft")
-    adapted = peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(source), tmp_path / "peft"
-    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(source.path)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
     stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert sum("lora_" in name for name, _ in adapted.named_parameters()) == len(stored) == 2 * 4
-    moe_jax.adapt(source, tmp_path / "perft", method="perft-s", adapter="parallel:2")
-    moe_jax.compress(source, tmp_path / "small", method="quantize", bits=4)
+    moe_jax.adapt(source.path, tmp_path / "perft", method="perft-s", adapter="parallel:2")
     tokens = jnp.asarray(TOKENS, jnp.int32)
     for name in ("lora", "perft"):
-        assert close(moe_jax.load(tmp_path / name).decoder(tokens).logits, logits_of(pair[0]))
+        assert close(moe_jax.load(tmp_path / name).decoder(tokens).logits, logits_of(reference))
+    moe_jax.compress(source.path, tmp_path / "small", method="quantize", bits=8)
+    moe_jax.export(tmp_path / "small", tmp_path / "back")
+    before, after = read_tensors(source.path), read_tensors(tmp_path / "back")
+    kept = [name for name in before if ".conv." in name or ".mamba." in name or ".self_attn." in name]
+    assert_same_bits({name: after[name] for name in kept}, {name: before[name] for name in kept})
 
 
 @long
@@ -186,3 +204,25 @@ def test_a_mesh_gives_the_same_logits(pair):
     with jax.set_mesh(mesh):
         got = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x).logits)(state, jnp.asarray(TOKENS, jnp.int32))
     assert close(got, logits_of(reference))
+
+
+def test_keys_of_mamba2_that_cannot_be():
+    keys = CONFIGS["granitemoehybrid"]
+    config = read_hf_config(keys)
+    assert config.layers[0].attention.carried.state == (4, 8, 16) and config.rope.fraction == 0
+    assert "Mamba-2 of 4 heads of 8 x 16" in config.layers[0].attention.describe()
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    for change, match in (
+        ({"mamba_d_head": 5}, "mamba_d_head=5"),
+        ({"mamba_d_head": "wide"}, "'mamba_d_head' is"),
+        ({"mamba_n_groups": 3}, "num_groups=3"),
+        ({"time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        ({"layer_types": ["mamba", "mamba"]}, "layer_types has"),
+        ({"position_embedding_type": "alibi"}, "unknown position_embedding_type"),
+    ):
+        with pytest.raises(InputError, match=match):
+            read_hf_config({**keys, **change})
+    with pytest.raises(InputError, match="not a gated short"):
+        write_hf_config(dataclasses.replace(read_hf_config(CONFIGS["lfm2"]), family="granitemoehybrid"))
+    with pytest.raises(InputError, match="not a Mamba-2"):
+        write_hf_config(dataclasses.replace(config, family="lfm2_moe"))
