@@ -67,6 +67,16 @@ def test_a_row_without_padding(length, groups):
     assert close(read, expected) and close(last, after)
 
 
+def test_what_was_forgotten_before_rounds_nothing():
+    """Sums of a chunk's decays are large, and differences of some of them are small: plain ones are wrong by 1e-4."""
+    inputs, state, _ = drawn(5, module.CHUNK)
+    log_decay = np.where(np.arange(module.CHUNK) < module.CHUNK // 2, -190.7, -0.013).astype(np.float32)
+    inputs = inputs._replace(log_decay=np.broadcast_to(log_decay[None, :, None], inputs.log_decay.shape))
+    expected, after = defined(inputs, state, np.ones((ROWS, module.CHUNK), np.int32))
+    read, last = COMPILED[0](inputs, state, np.ones((ROWS, module.CHUNK), np.int32))
+    assert close(read, expected, 2e-6) and close(last, after, 2e-6)
+
+
 def test_gradients_are_those_of_the_plain_recurrence():
     inputs, state, rng = drawn(3)
     documents = documents_of(rng, ROWS, LENGTH)
