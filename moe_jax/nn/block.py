@@ -27,7 +27,7 @@ class Block(Summarised):
 
     attention_norm: Norm
     mlp_norm: Norm
-    output_scale: Fixed
+    output_scale: nnx.Variable[Array]
 
     def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.is_moe = isinstance(config.mlp, MoEConfig)
