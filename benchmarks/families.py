@@ -30,6 +30,7 @@ from evidence.commands import refusal, run, write_recipe
 from evidence.layouts import FAMILIES_COMPRESSED, FAMILIES_CONVERTED, FAMILIES_UPCYCLED
 from evidence.results import RESULTS, Figures
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
+from moe_jax.conversion.families import family_named
 from moe_jax.model_io.loading import load_model
 
 BASE = dict(
@@ -105,6 +106,16 @@ MOE: dict[str, dict[str, Any]] = {
     "granitemoeshared": dict(num_local_experts=16, num_experts_per_tok=4, shared_intermediate_size=48),
     "flex_olmo": dict(num_experts=8, num_experts_per_tok=4, pad_token_id=0),
     "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=16, sliding_window=64, rope_scaling=None),
+    "mistral4": dict(_EXPERTS, **_LATENT, n_routed_experts=16, n_shared_experts=1, q_lora_rank=24),
+    "llama4_text": dict(
+        num_local_experts=16, num_experts_per_tok=1, head_dim=16, intermediate_size_mlp=192, attention_chunk_size=32,
+        floor_scale=32, interleave_moe_layer_step=2, pad_token_id=0,
+    ),
+    "gemma4_text": dict(
+        enable_moe_block=True, num_experts=16, top_k_experts=4, moe_intermediate_size=48, head_dim=16,
+        global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=64,
+        hidden_size_per_layer_input=0, layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
 }  # fmt: skip
 SEQ_LEN = 128
 
@@ -134,9 +145,10 @@ class Trial:
 
     def _draw(self) -> None:
         torch.manual_seed(0)
-        if self.family in transformers.CONFIG_MAPPING:
+        kind = getattr(transformers, family_named(self.family).architecture, None)
+        if self.family in transformers.CONFIG_MAPPING and kind is not None:
             config = transformers.AutoConfig.for_model(self.family, **self.keys)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(self.foreign)
+            kind(config).save_pretrained(self.foreign)
         else:
             config = read_hf_config({"model_type": self.family, **self.keys})
             moe_jax.export(moe_jax.Model(moe_jax.Decoder(config, rngs=nnx.Rngs(0))), self.foreign)

@@ -116,6 +116,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     if config.moe_layers:
         moe = usual.uniform_moe(config, among=config.moe_layers)
         keys |= usual.write_moe(moe, "num_local_experts") | usual.write_ffn(moe.expert)
+    step = config.moe_layers[0] + 1 if config.moe_layers else config.num_layers + 1
+    if config.moe_layers == tuple(range(step - 1, config.num_layers, step)):
+        keys["interleave_moe_layer_step"] = step
     return {**keys, "moe_layers": list(config.moe_layers)}
 
 
