@@ -31,6 +31,7 @@ Attention:
                                      by the kernel of the platform, and where it is
     chunked_attention, cached_attention, AttentionOptions
                                      on any platform, and with caches
+    indexed_attention, Index         to keys that an indexer chooses
     Visibility                       which tokens see which
     rope_tables, apply_rope          rotary position embeddings
     layer_norm, rms_norm             norms
@@ -51,9 +52,11 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.functional.attention import Placement as Placement
     from moe_jax.functional.attention import attention as grouped_query_attention  # noqa: F401
     from moe_jax.functional.attention_chunks import AttentionOptions as AttentionOptions
+    from moe_jax.functional.attention_chunks import Index as Index
     from moe_jax.functional.attention_chunks import Visibility as Visibility
     from moe_jax.functional.attention_chunks import cached_attention as cached_attention
     from moe_jax.functional.attention_chunks import chunked_attention as chunked_attention
+    from moe_jax.functional.attention_chunks import indexed_attention as indexed_attention
     from moe_jax.functional.codes import dequantize_nf4 as dequantize_nf4
     from moe_jax.functional.codes import quantize_nf4 as quantize_nf4
     from moe_jax.functional.cross_entropy import Distillation as Distillation
