@@ -70,6 +70,27 @@ def state_scan(
     return read.reshape(read.shape[0], -1, *read.shape[3:])[:, :length], state
 
 
+def plain_state_scan(
+    inputs: ScanInputs, state: Float[Array, "B H N P"], documents: Int[Array, "B T"] | None = None
+) -> tuple[Float[Array, "B T H P"], Float[Array, "B H N P"]]:
+    """Does the same token by token, in float32: the reference of `state_scan`, and the definition of it."""
+    if documents is None:
+        documents = jnp.ones(inputs.q.shape[:2], jnp.int32)
+    each = inputs.v.shape[2] // inputs.k.shape[2]
+
+    def step(state: Array, given: tuple[ScanInputs, Array, Array]) -> tuple[Array, Array]:
+        one, begins, counted = given
+        q, k = (jnp.repeat(of_group.astype(jnp.float32), each, axis=1) for of_group in (one.q, one.k))
+        begins, counted = (flag[:, None, None, None] for flag in (begins, counted))
+        kept = jnp.where(begins, 0.0, state) * jnp.exp(one.log_decay)[..., None, None]
+        after = jnp.where(counted, kept + k[..., None] * one.v.astype(jnp.float32)[:, :, None], state)
+        return after, jnp.sum(after * q[..., None], axis=2)
+
+    given = (inputs, document_begins(documents), documents > 0)
+    state, read = jax.lax.scan(step, state, jax.tree.map(lambda one: jnp.moveaxis(one, 1, 0), given))
+    return jnp.moveaxis(read, 0, 1), state
+
+
 def _chunk(
     inputs: ScanInputs, begins: Array, state: Float[Array, "B H N P"], dtype: DTypeLike
 ) -> tuple[Float[Array, "B H N P"], Float[Array, "B C H P"]]:
@@ -79,20 +100,36 @@ def _chunk(
     q, k = (jnp.repeat(one, each, axis=2).transpose(0, 2, 1, 3) for one in (inputs.q, inputs.k))
     v = inputs.v.transpose(0, 2, 1, 3)
     documents = jnp.cumsum(begins.astype(jnp.int32), axis=1)
-    total = jnp.cumsum(inputs.log_decay, axis=1).transpose(0, 2, 1)
-    place = np.arange(total.shape[-1])
+    coarse, fine = _sums(inputs.log_decay.transpose(0, 2, 1))
+    place = np.arange(fine.shape[-1])
     is_before = jnp.asarray(place[:, None] >= place[None, :])[None]
     is_before = (is_before & (documents[:, :, None] == documents[:, None, :]))[:, None]
     # Masked before the exponential: decays from later tokens to earlier ones may be too large for a float.
-    between = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
+    passed = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
+    between = jnp.exp(jnp.where(is_before, passed, -jnp.inf))
     goes_on, ends = (documents == 0)[:, None], (documents == documents[:, -1:])[:, None]
-    since = jnp.where(goes_on, jnp.exp(total), 0.0)
-    until = jnp.where(ends, jnp.exp(total[..., -1:] - total), 0.0)
+    since = jnp.where(goes_on, jnp.exp(coarse + fine), 0.0)
+    until = jnp.where(ends, jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)), 0.0)
     within = _product("bhcn,bhdn->bhcd", q, k, dtype) * between
     read = _product("bhcd,bhdp->bhcp", within, v, dtype)
     read = read + _product("bhcn,bhnp->bhcp", q, state, dtype) * since[..., None]
     added = _product("bhcn,bhcp->bhnp", k, v.astype(jnp.float32) * until[..., None], dtype)
     return state * since[..., -1:, None] + added, read.transpose(0, 2, 1, 3)
+
+
+# Below it, the exponential is 0 in float32; a chunk of such decays has an exact sum on a grid of 1/256.
+_LEAST_DECAY = -256.0
+
+
+def _sums(log_decay: Float[Array, "... C"]) -> tuple[Float[Array, "... C"], Float[Array, "... C"]]:
+    """Returns the sums up to every token in two parts, whose differences are as exact as what is summed.
+
+    The first part has multiples of 1/256, which float32 adds without rounding; the second has what is left, and the
+    gradient. The rounding of plain sums would grow with all that was forgotten before.
+    """
+    log_decay = jnp.maximum(log_decay, _LEAST_DECAY)
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay * 256.0) / 256.0)
+    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(log_decay - coarse, axis=-1)
 
 
 def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Float[Array, "..."]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional.recurrent import delta_rule as module
 from moe_jax.functional.recurrent.delta_rule import DeltaInputs, delta_rule, inverse_of_unit_lower, plain_delta_rule
+from tests.support.documents import close, documents_of
 from tests.support.tiers import examples, first
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -44,23 +45,6 @@ def drawn(seed, length, decay=1.0):
     return inputs, normal(ROWS, HEADS, KEYS, VALUES), rng
 
 
-def documents_of(rng, length):
-    """Documents of any length, some of a token, with padding before, between and behind them."""
-    rows = []
-    for _ in range(ROWS):
-        runs, name = [], 0
-        while len(runs) < length:
-            name += 1
-            runs += [name] * rng.integers(1, length + 1) + [0] * rng.integers(0, 4)
-        start = rng.integers(0, 3)
-        rows.append([0] * start + runs[: length - start])
-    return np.array(rows, np.int32)
-
-
-def close(got, expected, tolerance=1e-5):
-    return bool(np.abs(np.asarray(got) - expected).max() <= tolerance * max(np.abs(expected).max(), 1.0))
-
-
 WITH_DOCUMENTS = [jax.jit(rule) for rule in (delta_rule, plain_delta_rule)]
 
 
@@ -69,7 +53,7 @@ WITH_DOCUMENTS = [jax.jit(rule) for rule in (delta_rule, plain_delta_rule)]
 def test_it_is_the_rule(seed, decay):
     """97 tokens are a chunk and a part of one; decays are from hardly any to that of all in one token."""
     inputs, state, rng = drawn(seed, 97, decay)
-    documents = documents_of(rng, 97)
+    documents = documents_of(rng, ROWS, 97)
     expected, after = defined(inputs, state, documents)
     for rule in WITH_DOCUMENTS:
         read, last = rule(inputs, state, documents)
@@ -91,7 +75,7 @@ def test_a_row_without_padding(length):
 def test_gradients_are_those_of_the_recurrence(monkeypatch):
     monkeypatch.setattr(module, "GROUP", 1)
     inputs, state, rng = drawn(3, 97)
-    documents = documents_of(rng, 97)
+    documents = documents_of(rng, ROWS, 97)
     weights = rng.standard_normal((ROWS, 97, HEADS, VALUES)).astype(np.float32) * (documents > 0)[:, :, None, None]
 
     def gradients(rule):

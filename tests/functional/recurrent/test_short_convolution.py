@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional.recurrent.short_convolution import last_inputs, short_convolution
-from tests.functional.recurrent.test_delta_rule import documents_of
+from tests.support.documents import documents_of
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 CHANNELS, LENGTH = 3, 17
@@ -31,7 +31,7 @@ def defined(x, kernel, before, documents):
 def test_it_is_a_sum_over_the_last_tokens_of_the_document(seed, width):
     rng = np.random.default_rng(seed)
     x, before = (rng.standard_normal((2, length, CHANNELS)) for length in (LENGTH, width - 1))
-    kernel, documents = rng.standard_normal((width, CHANNELS)), documents_of(rng, LENGTH)
+    kernel, documents = rng.standard_normal((width, CHANNELS)), documents_of(rng, 2, LENGTH)
     given_ = [jnp.asarray(one, jnp.float32) for one in (x, kernel, before)]
     got = np.asarray(short_convolution(*given_, jnp.asarray(documents)))
     counted = documents > 0
