@@ -31,7 +31,7 @@ Attention:
                                      by the kernel of the platform, and where it is
     chunked_attention, cached_attention, AttentionOptions
                                      on any platform, and with caches
-    indexed_attention, Index         to the keys that an indexer chooses
+    indexed_attention, Index         to keys that an indexer chooses
     Visibility                       which tokens see which
     rope_tables, apply_rope          rotary position embeddings
     layer_norm, rms_norm             norms

@@ -291,7 +291,7 @@ class Mamba2Config(RecurrentConfig):
 
     @property
     def carried(self) -> Carried:
-        """The content of a cache of the layer: the last inputs of the convolutions, and a matrix for each head."""
+        """The last inputs of the convolutions, and a matrix for each head."""
         values, keys = self.num_heads * self.head_dim, self.num_groups * self.state_dim
         return Carried(self.conv_width - 1, (values, keys, keys), (self.num_heads, self.state_dim, self.head_dim))
 

@@ -222,7 +222,7 @@ def test_keys_of_mamba2_that_cannot_be():
     ):
         with pytest.raises(InputError, match=match):
             read_hf_config({**keys, **change})
-    with pytest.raises(InputError, match="ShortConv|short"):
+    with pytest.raises(InputError, match="granitemoehybrid"):
         write_hf_config(dataclasses.replace(read_hf_config(CONFIGS["lfm2"]), family="granitemoehybrid"))
-    with pytest.raises(InputError, match="not a Mamba-2"):
+    with pytest.raises(InputError, match="lfm2_moe"):
         write_hf_config(dataclasses.replace(config, family="lfm2_moe"))

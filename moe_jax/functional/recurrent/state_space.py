@@ -21,7 +21,7 @@ from moe_jax.functional.recurrent.delta_rule import CHUNK, document_begins
 
 
 class ScanInputs(NamedTuple):
-    """Everything that the tokens bring. H heads have states; of queries and keys there may be fewer, G of them.
+    """Inputs of the scan, of all tokens. H heads have states; of queries and keys there may be fewer, G of them.
 
     Attributes:
       q, k: queries and keys.

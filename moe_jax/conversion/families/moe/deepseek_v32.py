@@ -7,7 +7,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.moe.latent_attention import (
+from moe_jax.conversion.families.latent_attention import (
     LATENT_ATTENTION,
     read_latent_attention,
     write_latent_decoder,
