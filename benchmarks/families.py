@@ -30,6 +30,7 @@ from evidence.commands import refusal, run, write_recipe
 from evidence.layouts import FAMILIES_COMPRESSED, FAMILIES_CONVERTED, FAMILIES_UPCYCLED
 from evidence.results import RESULTS, Figures
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
+from moe_jax.conversion.families import FAMILIES
 from moe_jax.model_io.loading import load_model
 
 BASE = dict(
@@ -105,6 +106,11 @@ MOE: dict[str, dict[str, Any]] = {
     "granitemoeshared": dict(num_local_experts=16, num_experts_per_tok=4, shared_intermediate_size=48),
     "flex_olmo": dict(num_experts=8, num_experts_per_tok=4, pad_token_id=0),
     "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=16, sliding_window=64, rope_scaling=None),
+    "mistral4": dict(_EXPERTS, **_LATENT, **_SHARED, q_lora_rank=24, norm_topk_prob=True, first_k_dense_replace=1),
+    "llama4_text": dict(
+        num_local_experts=8, num_experts_per_tok=1, head_dim=16, intermediate_size_mlp=96, interleave_moe_layer_step=2,
+        attention_chunk_size=64, floor_scale=64,
+    ),
 }  # fmt: skip
 SEQ_LEN = 128
 
@@ -136,7 +142,8 @@ class Trial:
         torch.manual_seed(0)
         if self.family in transformers.CONFIG_MAPPING:
             config = transformers.AutoConfig.for_model(self.family, **self.keys)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(self.foreign)
+            make = getattr(transformers, FAMILIES[self.family].architecture)  # not all are known to its auto classes
+            make(config).save_pretrained(self.foreign)
         else:
             config = read_hf_config({"model_type": self.family, **self.keys})
             moe_jax.export(moe_jax.Model(moe_jax.Decoder(config, rngs=nnx.Rngs(0))), self.foreign)
