@@ -44,6 +44,12 @@ BASE = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+_DELTA_RULE = dict(
+    head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention"] * 2,
+)  # fmt: skip
+_SHORT_CONVOLUTIONS = dict(layer_types=["conv", "full_attention"] * 2, pad_token_id=0)
+_INDEXED = dict(index_n_heads=4, index_head_dim=16, index_topk=64)
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -61,6 +67,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "smollm3": dict(no_rope_layers=[1, 1, 1, 0], pad_token_id=0),
     "glm4": dict(head_dim=16, partial_rotary_factor=0.5, pad_token_id=0),
     "cohere2": dict(sliding_window=64, logit_scale=1.0, pad_token_id=0),
+    "qwen3_5_text": dict(_DELTA_RULE),
+    "lfm2": dict(_SHORT_CONVOLUTIONS, block_auto_adjust_ff_dim=False),
     "granite": dict(embedding_multiplier=4.0, residual_multiplier=0.5, attention_multiplier=0.25),
 }
 _EXPERTS = dict(num_experts_per_tok=4, moe_intermediate_size=48)
@@ -106,6 +114,18 @@ MOE: dict[str, dict[str, Any]] = {
     "granitemoeshared": dict(num_local_experts=16, num_experts_per_tok=4, shared_intermediate_size=48),
     "flex_olmo": dict(num_experts=8, num_experts_per_tok=4, pad_token_id=0),
     "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=16, sliding_window=64, rope_scaling=None),
+    "qwen3_next": dict(_EXPERTS, **_DELTA_RULE, num_experts=16, shared_expert_intermediate_size=48),
+    "qwen3_5_moe_text": dict(_EXPERTS, **_DELTA_RULE, num_experts=16, shared_expert_intermediate_size=48),
+    "lfm2_moe": dict(_EXPERTS, **_SHORT_CONVOLUTIONS, num_experts=16, num_dense_layers=1),
+    "granitemoehybrid": dict(
+        num_local_experts=16, num_experts_per_tok=4, shared_intermediate_size=48, mamba_n_heads=8, mamba_d_head=16,
+        mamba_d_state=16, mamba_n_groups=1, layer_types=["mamba", "attention"] * 2, pad_token_id=0,
+    ),
+    "deepseek_v32": dict(
+        _EXPERTS, **_LATENT, **_INDEXED, n_routed_experts=16, n_shared_experts=1, q_lora_rank=24, n_group=4,
+        topk_group=2, first_k_dense_replace=1,
+    ),
+    "glm_moe_dsa": dict(_EXPERTS, **_LATENT, **_SHARED, **_INDEXED, q_lora_rank=24),
     "mistral4": dict(_EXPERTS, **_LATENT, n_routed_experts=16, n_shared_experts=1, q_lora_rank=24),
     "llama4_text": dict(
         num_local_experts=16, num_experts_per_tok=1, head_dim=16, intermediate_size_mlp=192, attention_chunk_size=32,
