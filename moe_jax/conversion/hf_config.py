@@ -59,8 +59,7 @@ def read_hf_config(
         return config
     for family in FAMILIES.values():
         if family.within is not None and family.within[0] == name:
-            of_whole = {one: data[one] for one in family.of_whole if one in data}
-            return _read_part(data, family.within[1], ignored, more={**of_whole, "model_type": family.name})
+            return _read_part(data, family.within[1], ignored, model_type=family.name)
     family = FAMILIES[name]
     if family.sees is not None:
         data = vision_format_named(family.sees).completed(data)
@@ -77,16 +76,13 @@ def read_hf_config(
 
 
 def _read_part(
-    data: Mapping[str, Any], key: str, ignored: Collection[str], *, more: Mapping[str, Any] = {}
+    data: Mapping[str, Any], key: str, ignored: Collection[str], *, model_type: str | None = None
 ) -> ModelConfig:
-    """Reads the config of a model that is a part of another one's, under a key of its config.json, with `more` keys.
-
-    The part's own keys count before those, but for its `model_type`.
-    """
+    """Reads the config of a model that is a part of another one's, under a key of its config.json."""
     part = data.get(key)
     if not isinstance(part, Mapping):
         raise InputError(f"config.json: {key!r} is {shown(part)}, expected the config of a model")
-    part = {**more, **part, **{one: more[one] for one in ("model_type",) if one in more}}
+    part = part if model_type is None else {**part, "model_type": model_type}
     return _read_inside(key, part, ignored)
 
 

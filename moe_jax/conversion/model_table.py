@@ -27,11 +27,7 @@ def table_of(config: ModelConfig, *, reading: bool = False) -> Table:
 
 def plain_name(config: ModelConfig, tensor: str) -> str:
     """Returns the name of a tensor as the table has it, given that of one of several ways to name it."""
-    prefix, family = "", family_named(config.family)
-    optional = family.optional_prefix
-    for other, ours in family.other_names.items():
-        if tensor.startswith(other):
-            return ours + tensor.removeprefix(other)
+    prefix, optional = "", family_named(config.family).optional_prefix
     if config.vision is not None:
         format_ = vision_format_named(config.vision.family)
         prefix = format_.tower_prefix

@@ -58,9 +58,7 @@ class Family:
       groups: number of groups of the tensors that have some columns of several leaves after each other, by name, for a
         model; see `table.Row`.
       optional_prefix: stands before the names of all tensors in some checkpoints, and in others not.
-      other_names: beginnings of names of tensors that some checkpoints have, by what the table has in their place.
       within: the `model_type` of whole models that hold one of this family, and the key of its config there.
-      of_whole: keys that the config of such a whole may say, where that of the part does not.
       processing: of an image encoder, how pictures of a height and width are processed where no file says it.
       own_code: whether its code comes with its checkpoints, because Transformers has no class for it.
       names: of keys that are called otherwise than in the family that `read` is taken from, by their names there.
@@ -86,9 +84,7 @@ class Family:
     shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda config: {}
     optional_prefix: str = ""
-    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     within: tuple[str, str] | None = None
-    of_whole: tuple[str, ...] = ()
     processing: Callable[[int], ImageProcessing] | None = None
     own_code: bool = False
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)

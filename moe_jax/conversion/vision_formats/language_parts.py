@@ -30,6 +30,7 @@ class LanguagePart:
       left_out: beginnings of names of other tensors, and what they are of.
       defaults: values of keys that its config leaves out, where they are not those of the family.
       fixed: values of keys that the code of the whole does not read, as it computes.
+      of_pictures: keys of its rotary embedding that count for pictures alone, and that the family has no word for.
       beside: keys of the whole that count for its language model, and their defaults, whatever its own config says.
       tied_by_names: where nothing says whether the head is the embedding, the names of tensors do.
       experts_as_kernels: fused experts may be stored as they are multiplied, [E, in, out]: published ones are, and
@@ -43,6 +44,7 @@ class LanguagePart:
     path: tuple[str, ...] = ("text_config",)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    of_pictures: tuple[str, ...] = ()
     beside: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"tie_word_embeddings": False})
     tied_by_names: bool = False
     experts_as_kernels: bool = False
@@ -73,7 +75,7 @@ class LanguagePart:
         keys = {**self.defaults, **part, **beside, **self.fixed, "model_type": self.families[given]}
         for key in _ROPE_KEYS:
             if isinstance(keys.get(key), Mapping):
-                keys[key] = {name: value for name, value in keys[key].items() if name not in _SECTIONS}
+                keys[key] = {name: value for name, value in keys[key].items() if name not in self.of_pictures}
                 if "rope_theta" in keys[key] and "rope_theta" not in part:
                     keys.pop("rope_theta", None)  # a default, that of a file takes precedence over
         return keys
@@ -124,6 +126,7 @@ _THINKER: dict[str, Any] = {
     "families": {"qwen3_omni_moe_text": "qwen3_moe"},
     "defaults": {"rope_theta": 1000000.0, "norm_topk_prob": True},
     "fixed": {"use_sliding_window": False},
+    "of_pictures": _SECTIONS,
 }
 
 LANGUAGE_PARTS = {
@@ -136,6 +139,7 @@ LANGUAGE_PARTS = {
             left_out={"model.visual.": _VISION},
             defaults=_QWEN3_VL,
             fixed={"use_sliding_window": False},
+            of_pictures=_SECTIONS,
         ),
         LanguagePart(
             name="qwen3_vl_moe",
@@ -150,7 +154,17 @@ LANGUAGE_PARTS = {
                 "num_experts_per_tok": 4,
             },
             fixed={"use_sliding_window": False, "norm_topk_prob": True},
+            of_pictures=_SECTIONS,
             experts_as_kernels=True,
+        ),
+        *(
+            LanguagePart(
+                name=name,
+                families={f"{name}_text": f"{name}_text"},
+                names={"model.language_model.": "model."},
+                left_out={"model.visual.": _VISION},
+            )
+            for name in ("qwen3_5", "qwen3_5_moe")
         ),
         LanguagePart(
             name="qwen3_omni_moe",
@@ -187,6 +201,16 @@ LANGUAGE_PARTS = {
             names={"language_model.": ""},
             left_out=dict.fromkeys(("vision_model.", "multi_modal_projector."), _VISION),
             beside={},
+        ),
+        LanguagePart(
+            name="gemma4",
+            families={"gemma4_text": "gemma4_text"},
+            names={"model.language_model.": "model."},
+            left_out={
+                **dict.fromkeys(("model.vision_tower.", "model.embed_vision."), _VISION),
+                **dict.fromkeys(("model.audio_tower.", "model.embed_audio."), _HEARING),
+            },
+            beside={"tie_word_embeddings": True},
         ),
     )
 }

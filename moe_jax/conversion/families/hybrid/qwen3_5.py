@@ -22,7 +22,7 @@ from moe_jax.conversion.families.hybrid.delta_rule_layers import (
     write_mixers,
 )
 from moe_jax.conversion.families.rope_keys import SCALINGS, read_rope, write_rope
-from moe_jax.conversion.table import Ignored, Table
+from moe_jax.conversion.table import Table
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 
 _DENSE, _MOE = "qwen3_5_text", "qwen3_5_moe_text"
@@ -106,20 +106,17 @@ def _table(mlp: Table) -> Table:
     projections += [
         joined(f"in_proj_{theirs}", ours) for theirs, ours in (("z", "gate"), ("b", "beta"), ("a", "decay"))
     ]
-    tower = Ignored(r"model\.visual\..*", "of the vision tower: the language model alone is converted")
-    return (*usual.EMBEDDING, *mixers(*projections), *mlp, *usual.HEAD, FURTHER, tower)
+    return (*usual.EMBEDDING, *mixers(*projections), *mlp, *usual.HEAD, FURTHER)
 
 
 _SHARED: dict[str, Any] = dict(
-    other_names={"model.language_model.": "model."},
-    of_whole=("tie_word_embeddings", "dtype", "torch_dtype"),
     shapes=shapes,
     groups=groups_of_queries,
     recurrent=True,
 )
 
 QWEN3_5 = Family(
-    name=_DENSE,
+    name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     defaults={**DEFAULTS, "num_key_value_heads": 4, "intermediate_size": 12288},
     read=_reader(_DENSE, usual.read_gated_ffn),
@@ -127,12 +124,11 @@ QWEN3_5 = Family(
     table=_table(usual.GATED_FFN),
     moe_formats=(_MOE,),
     harmless=HARMLESS,
-    within=("qwen3_5", "text_config"),
     **_SHARED,
 )
 
 QWEN3_5_MOE = Family(
-    name=_MOE,
+    name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     defaults={
         **DEFAULTS,
@@ -149,6 +145,5 @@ QWEN3_5_MOE = Family(
     universal="sigmoid",
     harmless=(*HARMLESS, "intermediate_size"),  # no layer is dense
     table=_table(SHARED_EXPERT),
-    within=("qwen3_5_moe", "text_config"),
     **_SHARED,
 )
