@@ -293,7 +293,8 @@ def _summary(config: "ModelConfig") -> str:
 
 def _heads(config: "ModelConfig") -> str:
     """Returns the recurrences and the attention of a model in words, of the first layer with each."""
-    first = [layers[0] for layers in (config.recurrent_layers, config.softmax_layers) if layers]
+    recurrent = [i for i in config.recurrent_layers if "attention" in config.layers[i].branches]
+    first = [layers[0] for layers in (recurrent, config.softmax_layers) if layers]
     if len(first) > 1 or config.layers[first[0]].is_recurrent:
         return " and ".join(config.layers[layer].attention.describe() for layer in first)
     attention = config.layers[0].softmax_attention

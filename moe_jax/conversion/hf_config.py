@@ -190,6 +190,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         keys = format_.write(config, config.vision, text, tower)  # perhaps with the name of the language model's family
         return {"architectures": [format_.architecture], "model_type": format_.name, **keys}
     family = family_named(config.family)
+    alone = [i for i, layer in enumerate(config.layers) if len(layer.branches) == 1]
+    if alone and not family.one_branch:
+        branch = "attention" if "attention" in config.layers[alone[0]].branches else "an FFN or MoE"
+        raise InputError(f"layer {alone[0]} has {branch} alone, which the format of {family.name!r} cannot hold")
     if config.recurrent_layers and not family.recurrent:
         at = config.recurrent_layers[0]
         raise InputError(

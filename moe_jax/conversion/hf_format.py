@@ -87,7 +87,8 @@ def _in_form_of(
     """Converts the model to the form of a format; raises `InputError` if dense layers cannot, or must not, be MoEs."""
     moes = [config.moe(i) for i in config.moe_layers]
     holds_dense = family.holds_dense_layers and not all_moe(family.name)
-    dense = [] if holds_dense else [i for i in range(config.num_layers) if i not in config.moe_layers]
+    with_ffn = [i for i, layer in enumerate(config.layers) if "mlp" in layer.branches]
+    dense = [] if holds_dense else [i for i in with_ffn if i not in config.moe_layers]
     if dense and not replicate_dense:
         raise InputError(
             f"the format of {family.name!r} needs an MoE in every layer, but {len(dense)} of {config.num_layers} "

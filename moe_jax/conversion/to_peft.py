@@ -228,6 +228,8 @@ def targets_of(config: ModelConfig) -> list[Target]:
             if family.own_code and pieces[0].expert is not None:
                 raise InputError(f"{family.name!r} comes with code of its own, in which experts are not one parameter")
             piece, shape = pieces[0], mapped.tensors[pieces[0].tensor]
+            if _last_name(piece.template) in family.without_lora:
+                raise InputError(f"PEFT puts no LoRA beside {piece.tensor} ({path}); merge the adapter instead")
             *_, outputs, inputs = shape
             # The kernel itself may be stored as NF4.
             a, b = (stored[f"{path}/lora/{factor}"].shape for factor in "ab")

@@ -32,7 +32,7 @@ class AdapterConfig:
 
     Attributes:
       rank: width r of the bottleneck.
-      activation: `none` (LoRA), `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, or what
+      activation: `none` (LoRA), `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `relu2`, or what
         `functional.register_activation` has added.
       scale: s; of LoRA α/r.
       dropout: the share of the entries of `h` that dropout sets to zero in training.
@@ -102,9 +102,9 @@ class FFNConfig:
     Attributes:
       dim: hidden width f.
       gated: `act(x G) * (x U) D` if true, else `act(x U) D`.
-      activation: `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, or what `functional.register_activation` has added.
-        Only of gated FFNs `swiglu_clamped` (gpt-oss), which is `(u + 1) g sigmoid(1.702 g)` of g = x G up to 7 and of
-        u = x U between -7 and 7.
+      activation: `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `relu2`, which is its square, or what
+        `functional.register_activation` has added. Only of gated FFNs `swiglu_clamped` (gpt-oss), which is `(u + 1) g
+        sigmoid(1.702 g)` of g = x G up to 7 and of u = x U between -7 and 7.
       bias: whether every matrix has a bias.
       nf4: kernels are stored as NF4 and frozen. In a bank, this applies to its base, or to full kernels.
       lora: LoRA beside the kernels. In a bank, beside those of the base, or of every full expert.
@@ -141,6 +141,30 @@ class FFNConfig:
     def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
         """`[in, out]` shape of every kernel for model width `d_model`."""
         return {name: (self.dim, d_model) if name == "down" else (d_model, self.dim) for name in self.matrices}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoFFNConfig(FFNConfig):
+    """No feed-forward network, in a layer that has attention, or what stands in its place, alone (Nemotron-H)."""
+
+    dim: int = 0
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if self.lora is not None:
+            self.lora.check_targets(self.matrices)
+        # Said of all layers of a model; of this one it means nothing.
+        object.__setattr__(self, "nf4", False)
+
+    def describe(self) -> str:
+        """Returns the FFN in words: there is none."""
+        return "no FFN"
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """There are none."""
+        return ()
 
 
 Split = Literal["in", "out"]

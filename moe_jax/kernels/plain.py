@@ -43,6 +43,7 @@ ACTIVATION_FUNCTIONS: Registry[Callable[[Array], Array]] = Registry(
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu": jax.nn.relu,
         "quick_gelu": _quick_gelu,
+        "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668; Nemotron
     },
     reserved=GATED_ACTIVATIONS,
 )

@@ -4,6 +4,7 @@ from moe_jax.experts.bank_config import BankConfig as BankConfig
 from moe_jax.experts.shapes import AdapterConfig as AdapterConfig
 from moe_jax.experts.shapes import FFNConfig as FFNConfig
 from moe_jax.experts.shapes import LoRAConfig as LoRAConfig
+from moe_jax.experts.shapes import NoFFNConfig as NoFFNConfig
 from moe_jax.functional.position_embeddings import QueryScaleConfig as QueryScaleConfig
 from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
 from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
@@ -24,6 +25,7 @@ from moe_jax.models.moe_config import SelectionConfig as SelectionConfig
 from moe_jax.models.recurrent_config import Carried as Carried
 from moe_jax.models.recurrent_config import DeltaRuleConfig as DeltaRuleConfig
 from moe_jax.models.recurrent_config import Mamba2Config as Mamba2Config
+from moe_jax.models.recurrent_config import NoAttentionConfig as NoAttentionConfig
 from moe_jax.models.recurrent_config import RecurrentConfig as RecurrentConfig
 from moe_jax.models.recurrent_config import ShortConvConfig as ShortConvConfig
 from moe_jax.models.serialize import config_from_json as config_from_json

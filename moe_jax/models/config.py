@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
 from moe_jax.core.formatting import short_repr
-from moe_jax.experts.shapes import FFNConfig
+from moe_jax.experts.shapes import FFNConfig, NoFFNConfig
 from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.images.image_config import ImageProcessing, PatchesConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
@@ -18,7 +18,7 @@ from moe_jax.models.moe_config import MAX_EXPERTS
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.own_parts import BLOCK, LAYERS
-from moe_jax.models.recurrent_config import RecurrentConfig
+from moe_jax.models.recurrent_config import NoAttentionConfig, RecurrentConfig
 
 NORM_POSITIONS = ("pre", "post", "output", "both")
 
@@ -36,8 +36,9 @@ class LayerConfig:
         'silu'
 
     Attributes:
-      attention: attention of the tokens to each other; or in its place a recurrence, such as the gated delta rule.
-      mlp: the FFN or the MoE.
+      attention: attention of the tokens to each other; or in its place a recurrence, such as the gated delta rule, or
+        nothing (`NoAttentionConfig`).
+      mlp: the FFN or the MoE; or nothing (`NoFFNConfig`).
       cross: attention to the output of an encoder, between the two; its mask is `bidirectional` and it rotates nothing.
       norm_position: where norms `n` stand around a branch `f`. `pre`: `x + f(n(x))`; `post`: `n(x + f(x))` (the first
         Transformers, BERT); `output`: `x + n(f(x))` (OLMo 2); `both`: `x + n'(f(n(x)))` (Gemma 2).
@@ -72,6 +73,9 @@ class LayerConfig:
             raise InputError("parallel attention and FFN go with norm_position 'pre' and without cross-attention")
         if self.branch_scales and (self.norm_position != "pre" or self.parallel):
             raise InputError("branch_scales go with norm_position 'pre', and attention and FFN one after the other")
+        absent = [name for name in ("attention", "mlp") if name not in self.branches]
+        if len(absent) > 1 or (absent and self.parallel):
+            raise InputError("a layer needs attention, or a recurrence, or an FFN or MoE; one in parallel needs both")
         check_number(self, "residual_scale", above=0)
         if self.residual_scale != 1.0 and (self.norm_position != "pre" or self.parallel):
             raise InputError(
@@ -103,6 +107,15 @@ class LayerConfig:
                 raise InputError("a recurrence in the place of attention goes without cross-attention")
             if self.softmax_attention.latent is not None:
                 raise InputError("latent attention goes without cross-attention")
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Names of the branches that the layer has, in their order: `attention`, `cross_attention`, `mlp`."""
+        return (
+            *["attention"] * (not isinstance(self.attention, NoAttentionConfig)),
+            *["cross_attention"] * (self.cross is not None),
+            *["mlp"] * (not isinstance(self.mlp, NoFFNConfig)),
+        )
 
     @property
     def is_recurrent(self) -> bool:

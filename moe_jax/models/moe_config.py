@@ -191,6 +191,7 @@ class MoEConfig:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
+        check_positive(self.expert, "dim")
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
         check_positive(self, "top_k", "universal_dim", "merged_experts", "capacity_rows")
         check_number(self, "gate_scale", "capacity_factor", "branch_norm_eps", above=0)

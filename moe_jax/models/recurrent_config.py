@@ -243,6 +243,7 @@ class Mamba2Config(RecurrentConfig):
       conv_width: tokens that the convolutions see, the present one included.
       conv_bias: the convolutions have biases.
       bias: the linear maps have biases.
+      least_step: the smallest step; a smaller one that a token chooses is raised to it.
       norm_eps: epsilon of the norm of the results.
     """
 
@@ -253,6 +254,7 @@ class Mamba2Config(RecurrentConfig):
     conv_width: int = 4
     conv_bias: bool = True
     bias: bool = False
+    least_step: float = 0.0
     norm_eps: float = 1e-6
 
     # A few columns that decide how long everything is remembered.
@@ -264,7 +266,7 @@ class Mamba2Config(RecurrentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "num_heads", "head_dim", "num_groups", "state_dim", "conv_width")
-        check_number(self, "norm_eps", at_least=0)
+        check_number(self, "norm_eps", "least_step", at_least=0)
         if self.num_heads % self.num_groups:
             raise InputError(f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}")
 
@@ -314,9 +316,50 @@ class Mamba2Config(RecurrentConfig):
         return ", ".join([*words, *self._extra_words()])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoAttentionConfig(RecurrentConfig):
+    """Neither attention nor a recurrence, in a layer that has an FFN or an MoE alone (Nemotron-H)."""
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Said of all layers of a model; of this one it means nothing.
+        object.__setattr__(self, "nf4", False)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """There are none."""
+        return ()
+
+    def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
+        """Returns an empty dict."""
+        return {}
+
+    @property
+    def carried(self) -> Carried:
+        """Nothing: the cache of the layer is empty."""
+        return Carried(0, (), None)
+
+    @property
+    def num_splits(self) -> int:
+        """0, which every number of parts divides."""
+        return 0
+
+    @property
+    def token_flops(self) -> int:
+        """0: there is nothing to compute."""
+        return 0
+
+    def describe(self) -> str:
+        """Returns the branch in words: there is none."""
+        return "no attention"
+
+
 RECURRENT: dict[str, type[RecurrentConfig]] = {
     "delta_rule": DeltaRuleConfig,
     "short_conv": ShortConvConfig,
     "mamba2": Mamba2Config,
+    "no_attention": NoAttentionConfig,
 }
 """The kinds of recurrent layers, by the keys under which a model directory has their configs."""

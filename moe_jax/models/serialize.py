@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moe_jax.core.errors import InputError, check_positive
-from moe_jax.experts.shapes import FFNConfig
+from moe_jax.experts.shapes import FFNConfig, NoFFNConfig
 from moe_jax.files import json_toml
 from moe_jax.models.config import (
     AttentionConfig,
@@ -17,7 +17,7 @@ from moe_jax.models.config import (
     segments_of,
 )
 from moe_jax.models.own_parts import BLOCK
-from moe_jax.models.recurrent_config import RECURRENT, DeltaRuleConfig, Mamba2Config, ShortConvConfig
+from moe_jax.models.recurrent_config import RECURRENT, DeltaRuleConfig, Mamba2Config, NoAttentionConfig, ShortConvConfig
 
 FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.
@@ -108,8 +108,10 @@ class _Layer:
     delta_rule: DeltaRuleConfig | None = None
     short_conv: ShortConvConfig | None = None
     mamba2: Mamba2Config | None = None
+    no_attention: NoAttentionConfig | None = None
     ffn: FFNConfig | None = None
     moe: MoEConfig | None = None
+    no_ffn: NoFFNConfig | None = None
     cross: AttentionConfig | None = None
     norm_position: Literal["pre", "post", "output", "both"] = "pre"
     parallel: bool = False
@@ -120,19 +122,17 @@ class _Layer:
     module: str = BLOCK
 
     def __post_init__(self) -> None:
-        if (self.ffn is None) == (self.moe is None):
-            raise InputError("a layer has either 'ffn' or 'moe'")
-        mixers = ("attention", *RECURRENT)
-        if sum(getattr(self, name) is not None for name in mixers) != 1:
-            raise InputError(f"a layer has one of {', '.join(map(repr, mixers))}")
+        for names in (("ffn", "moe", "no_ffn"), ("attention", *RECURRENT)):
+            if sum(getattr(self, name) is not None for name in names) != 1:
+                raise InputError(f"a layer has one of {', '.join(map(repr, names))}")
 
     def config(self) -> LayerConfig:
         """Returns the layer as `ModelConfig` holds it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        ffn, moe = fields.pop("ffn"), fields.pop("moe")
+        mlps = [one for name in ("ffn", "moe", "no_ffn") if (one := fields.pop(name)) is not None]
         recurrences = [one for name in RECURRENT if (one := fields.pop(name)) is not None]
         fields["attention"] = recurrences[0] if recurrences else fields["attention"]
-        return LayerConfig(mlp=ffn if moe is None else moe, **fields)
+        return LayerConfig(mlp=mlps[0], **fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
         if attention["latent"] is not None and attention["latent"]["indexer"] is None:
             del attention["latent"]["indexer"]
     if not isinstance(layer.mlp, MoEConfig):
-        return fields | {"ffn": mlp}
+        return fields | ({"no_ffn": {}} if isinstance(layer.mlp, NoFFNConfig) else {"ffn": mlp})
     for name in _NEWER_OF_MOE:
         if mlp[name] == getattr(MoEConfig, name):
             del mlp[name]

@@ -1,4 +1,4 @@
-"""One layer of a model: attention or a recurrence, perhaps cross-attention, and an FFN or an MoE."""
+"""One layer of a model: attention or a recurrence, perhaps cross-attention, and an FFN or an MoE; or one of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,28 +33,29 @@ class Block(Summarised):
         self.is_moe = isinstance(config.mlp, MoEConfig)
         self.norm_position, self.parallel, self.shared_norm = config.norm_position, config.parallel, config.shared_norm
         self.residual_scale = config.residual_scale
-        self.crosses = config.cross is not None
+        self.branches = config.branches
         self.is_biased = config.attention.relative_bias is not None
         self.is_recurrent = config.is_recurrent
         self.rope = None if config.is_recurrent else (model.rope_of(config), config.softmax_attention.rope_dim)
         self.needs_positions = not config.is_recurrent and config.softmax_attention.needs_positions
-        for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
+        for name in (name for name in self.branches if not (name == "mlp" and self.shared_norm)):
             for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
                 inside = name == "mlp" and kind == "norm" and config.norms_inside
                 norm = "none" if inside else model.norm
                 setattr(self, f"{name}_{kind}", Norm(norm, model.d_model, model.norm_eps, dtype=dtype))
         if config.branch_scales:
-            for name in ("attention", *["cross_attention"] * self.crosses, "mlp"):
+            for name in self.branches:
                 setattr(self, f"{name}_scale", nnx.Param(jnp.ones(model.d_model, dtype)))
-        self.attention = _mixer_class(config)(config.attention, model, rngs=rngs, dtype=dtype)
-        if self.crosses:
-            assert config.cross is not None
+        if "attention" in self.branches:
+            self.attention = _mixer_class(config)(config.attention, model, rngs=rngs, dtype=dtype)
+        if config.cross is not None:
             self.cross_attention = Attention(config.cross, model, rngs=rngs, dtype=dtype)
         self.scales_output = config.output_scale
         if self.scales_output:
             self.output_scale = Fixed(jnp.ones(1, dtype))
-        make: Any = MoE if self.is_moe else FFN
-        self.mlp = make(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
+        if "mlp" in self.branches:
+            make: Any = MoE if self.is_moe else FFN
+            self.mlp = make(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "B T d"], context: Context, cache: Cache | None, key: Array | None = None
@@ -104,11 +105,14 @@ class Block(Summarised):
             attended, cache = attend(for_attention)
             y, stats = apply_mlp(for_attention if self.shared_norm else self.mlp_norm(x))
             return self._scaled(x + attended + y), cache, stats
-        x, cache = self._add("attention", attend, x)
-        if self.crosses:
+        if "attention" in self.branches:
+            x, cache = self._add("attention", attend, x)
+        if "cross_attention" in self.branches:
             x, cross = self._add("cross_attention", attend_across, x)
             cache = None if cache is None else cache._replace(cross=cross)
-        x, stats = self._add("mlp", apply_mlp, x)
+        stats: tuple[RouterStats, ...] = ()
+        if "mlp" in self.branches:
+            x, stats = self._add("mlp", apply_mlp, x)
         return self._scaled(x), cache, stats
 
     def _scaled(self, x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:

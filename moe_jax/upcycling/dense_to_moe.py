@@ -272,7 +272,7 @@ def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
     chosen = _chosen_layers(dense, spec, problems)
     layers = list(dense.layers)
     # If no layer could be chosen, the first one is used to find problems with the MoE itself.
-    for i in sorted(chosen) or [0]:
+    for i in sorted(chosen) or _with_ffn(dense)[:1]:
         try:
             layers[i] = dataclasses.replace(layers[i], mlp=_moe(dense, i, spec))
         except InputError as error:
@@ -315,18 +315,27 @@ def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str |
     return " and ".join(reasons) or None
 
 
+def _with_ffn(dense: ModelConfig) -> list[int]:
+    """Returns the indices of the layers that have an FFN: all, but in models whose layers have one branch each."""
+    return [i for i, layer in enumerate(dense.layers) if "mlp" in layer.branches]
+
+
 def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -> set[int]:
-    num_layers = dense.num_layers
+    num_layers, with_ffn = dense.num_layers, _with_ffn(dense)
     if spec.layers is not None:
         outside = sorted(i for i in set(spec.layers) if not 0 <= i < num_layers)
         if not spec.layers:
             problems.append("no layers are named; name some, or use every")
         if outside:
             problems.append(f"layers {_some(outside)} do not exist; the model has layers 0 to {num_layers - 1}")
-        return set(spec.layers) - set(outside)
-    # An encoder's layers and a decoder's are counted apart.
+        without = sorted({*spec.layers} - {*outside, *with_ffn})
+        if without:
+            problems.append(f"layers {_some(without)} have no FFN that could become an MoE")
+        return set(spec.layers) - {*outside, *without}
+    # An encoder's layers and a decoder's are counted apart, and those without an FFN not at all.
     first = dense.num_encoder_layers
-    most = max(first, num_layers - first)
+    stacks = [i for i in with_ffn if i < first], [i for i in with_ffn if i >= first]
+    most = max(map(len, stacks))
     if not 1 <= spec.every_nth <= most:
         problems.append(f"every={spec.every_nth} must lie between 1 and the number of layers, {most}")
         return set()
@@ -334,8 +343,7 @@ def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -
     if not 0 <= begin < most:
         problems.append(f"first={begin} is not one of the layers 0 to {most - 1}")
         return set()
-    stacks = ((0, first), (first, num_layers))
-    return {i for start, stop in stacks for i in range(start + begin, stop, spec.every_nth)}
+    return {i for stack in stacks for i in stack[begin :: spec.every_nth]}
 
 
 def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:

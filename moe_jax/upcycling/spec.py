@@ -75,7 +75,7 @@ class DenseParameters:
         """Returns the LoRA on these kernels of a module; None without LoRA."""
         from moe_jax.experts.shapes import LoRAConfig
 
-        if not self.has_lora:
+        if not self.has_lora or not targets:
             return None
         assert self.rank is not None
         return LoRAConfig(rank=self.rank, targets=targets, scale=self.alpha / self.rank, dropout=self.dropout)

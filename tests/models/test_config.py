@@ -109,7 +109,7 @@ def test_older_files_say_in_two_flags_which_projections_have_biases():
         (lambda d: d.update(vocab_sise=3), r"config.json: unknown key 'vocab_sise' \(did you mean 'vocab_size'\?\)"),
         (lambda d: d.pop("d_model"), "key 'd_model' is missing"),
         (lambda d: d.pop("segments"), "key 'segments' is missing"),
-        (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), r"pattern\[0\]: a .* either 'ffn' or 'moe'"),
+        (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), r"pattern\[0\]: a layer has one of"),
         (lambda d: d["segments"][0]["pattern"][1]["moe"].update(gate="topk"), r"\[1\].moe: unknown gate 'topk' .did"),
         (lambda d: d["rope"].update(scaling="ntk"), "rope.scaling: expected one of .*'llama3', got the string .ntk."),
         (lambda d: d.update(d_model="16"), "d_model: expected .* string .16."),

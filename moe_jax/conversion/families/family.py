@@ -64,6 +64,8 @@ class Family:
       names: of keys that are called otherwise than in the family that `read` is taken from, by their names there.
       sees: the format of models that see whose keys stand in the same config.json; None: there is none.
       recurrent: whether its format has layers with a recurrence in the place of attention.
+      one_branch: whether its layers have one branch each: a recurrence, attention, an FFN or an MoE.
+      without_lora: last names of modules beside which PEFT refuses to put LoRA.
       completed: returns the keys of a config.json with what only the names of the tensors beside it say.
     """
 
@@ -90,6 +92,8 @@ class Family:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sees: str | None = None
     recurrent: bool = False
+    one_branch: bool = False
+    without_lora: tuple[str, ...] = ()
     completed: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
 
     @property

@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu_fast": "gelu_tanh",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 # --- reading --------------------------------------------------------------------------------------

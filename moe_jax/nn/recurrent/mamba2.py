@@ -68,6 +68,8 @@ class Mamba2(nnx.Module):
         v = given["v"].astype(jnp.float32)
         step = self.decay(x, keys["decay"]).astype(jnp.float32) + self._of_heads(self.rate_bias)
         step = jax.nn.softplus(step)
+        if self.config.least_step > 0:
+            step = jnp.maximum(step, self.config.least_step)
         scanned = ScanInputs(
             given["q"], given["k"], v * step[..., None], -jnp.exp(self._of_heads(self.log_rate)) * step
         )

@@ -14,8 +14,9 @@ from moe_jax.conversion.families.dense.granite import (
     write_factors,
 )
 from moe_jax.conversion.families.family import Family
+from moe_jax.conversion.families.hybrid.mamba2_layers import beside_mamba, mamba_rows, mamba_shapes
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.table import Row, Table, linear, norm
+from moe_jax.conversion.table import norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, Mamba2Config, ModelConfig, MoEConfig, RopeConfig
 
@@ -135,34 +136,7 @@ def _write_mlp(config: ModelConfig) -> dict[str, Any]:
 
 # --- tensors --------------------------------------------------------------------------------------
 
-_THEIRS, _OURS = "model.layers.{i}.mamba", "layers/{i}/attention"
-_ONLY = f"{_OURS}/log_rate"
-_CONVOLUTION = f"{_THEIRS}.conv1d.weight"
-
-
-def _mamba() -> Table:
-    joined = {
-        part: tuple(f"{_OURS}/{name}/{part}" for name in ("gate", "v", "k", "q", "decay"))
-        for part in ("kernel", "bias")
-    }
-    return (
-        Row(f"{_THEIRS}.in_proj.weight", joined["kernel"], transpose=True),
-        Row(f"{_THEIRS}.in_proj.bias", joined["bias"]),
-        Row(_CONVOLUTION, tuple(f"{_OURS}/{name}_conv" for name in Mamba2Config.convolved), transpose=True),
-        Row(f"{_THEIRS}.conv1d.bias", tuple(f"{_OURS}/{name}_conv_bias" for name in Mamba2Config.convolved)),
-        Row(f"{_THEIRS}.dt_bias", f"{_OURS}/rate_bias"),
-        Row(f"{_THEIRS}.A_log", f"{_OURS}/log_rate"),
-        Row(f"{_THEIRS}.D", f"{_OURS}/skip"),
-        *norm(f"{_THEIRS}.norm", f"{_OURS}/norm"),
-        *linear(f"{_THEIRS}.out_proj", f"{_OURS}/o"),
-    )
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of the convolutions' kernels, which have a further axis, for `Family.shapes`."""
-    window, channels, _ = config.layers[config.recurrent_layers[0]].recurrence.carried
-    return {_CONVOLUTION: (sum(channels), 1, window + 1)}
-
+_THEIRS = "model.layers.{i}.mamba"
 
 GRANITE_HYBRID = Family(
     name="granitemoehybrid",
@@ -197,14 +171,14 @@ GRANITE_HYBRID = Family(
     table=(
         *usual.EMBEDDING,
         *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
-        *(replace(row, without=_ONLY) for row in usual.PROJECTIONS if isinstance(row, Row)),
-        *(replace(row, beside=_ONLY) for row in _mamba() if isinstance(row, Row)),
+        *beside_mamba(usual.PROJECTIONS),
+        *mamba_rows(_THEIRS),
         *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
         *MOE,
         *shared_ffn("layers/{i}/mlp/universal"),
         *shared_ffn("layers/{i}/mlp"),
         *usual.HEAD,
     ),
-    shapes=_shapes,
+    shapes=lambda config: mamba_shapes(config, _THEIRS),
     recurrent=True,
 )
