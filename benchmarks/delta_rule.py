@@ -1,13 +1,13 @@
 """The gated delta rule: timed beside Transformers on this CPU, and compiled for a TPU v5e and an H100 at long texts.
 
-    python benchmarks/delta_rule.py [--times] [--compile v5e:2x2 h100:1]
+    python benchmarks/delta_rule.py --times [--compile v5e:2x2 h100:1] [--out benchmarks/results]
 
 Heads are those of Qwen3-Next: 16 of queries and keys, 32 states of 128 x 128. `--times` runs the chunked form of
 2 x 1024 tokens in float32, forward alone and with all gradients, in turns with the fallback of Transformers without its
 CUDA kernels (`torch_chunk_gated_delta_rule`); the aim is 1.5 times as fast. `--compile` needs no device (JAX's CUDA
 plugin for GPUs): the branch of a layer in bfloat16 with all gradients at 8 and 32 thousand tokens, whose memory
 must grow with the length and not with its square; and a whole layer of Qwen3-Next-80B-A3B of 3072 tokens and of one
-token for each of 32 rows, whose 512 experts are in codes of 4 bits.
+token for each of 32 rows, whose 512 experts are in codes of 4 bits. OUT receives `delta_rule.json`.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,6 +30,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from evidence.layouts import DELTA_COMPILED, DELTA_TIMES
+from evidence.results import RESULTS, Figures
 from moe_jax.conversion import read_hf_config
 from moe_jax.experts import BankConfig
 from moe_jax.functional.recurrent.delta_rule import DeltaInputs, delta_rule
@@ -55,23 +58,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--times", action="store_true", help="run it on this CPU beside Transformers")
     parser.add_argument("--compile", nargs="+", default=[], metavar="TOPOLOGY", help="compile it for these")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    figures = Figures("delta_rule", options.out, writes=True)
     if options.times:
-        print_times()
+        for row in times():
+            figures.put_row(DELTA_TIMES.name, row[0], row)
     prepare_environment()
     for topology in options.compile:
         mesh = Mesh(np.array(described_devices(topology)[:1]), ("data",))
         for length in LENGTHS:
-            report(f"{topology}, the branch with gradients, {length} tokens", mesh, *branch(length), length=length)
+            name = f"{topology}, the branch with gradients, {length} tokens"
+            figures.put_row(DELTA_COMPILED.name, name, report(name, mesh, *branch(length), length=length))
         for rows, length in ((1, 3072), (32, 1)):
             name = f"{topology}, a layer with experts of 4 bits, {rows} x {length} tokens"
-            report(name, mesh, *layer(rows, length), length=3072)
+            figures.put_row(DELTA_COMPILED.name, name, report(name, mesh, *layer(rows, length), length=3072))
+    print(DELTA_TIMES.text(figures), DELTA_COMPILED.text(figures), sep="\n\n")
 
 
 # --- times ----------------------------------------------------------------------------------------
 
 
-def print_times() -> None:
+def times() -> Iterator[list[Any]]:
+    """Yields rows of `DELTA_TIMES`; raises `SystemExit` if the two do not compute the same."""
     import torch
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -97,18 +106,17 @@ def print_times() -> None:
     apply = jax.jit(lambda inputs: delta_rule(inputs)[0])
     gradients = jax.jit(jax.grad(lambda inputs: jnp.sum(jnp.square(delta_rule(inputs)[0]))))
     difference = np.abs(their_result() - np.asarray(apply(inputs))).max()
-    print(f"{BATCH} x {LENGTH} tokens, greatest difference {difference:.1e}")
+    if not difference < 1e-4:
+        raise SystemExit(f"the two differ by {difference:.1e}")
     for name, one, other in (
         ("forward", their_result, lambda: jax.block_until_ready(apply(inputs))),
         ("with gradients", their_gradients, lambda: jax.block_until_ready(gradients(inputs))),
     ):
         one(), other()
         # In turns, so that what else the machine does slows both.
-        times = np.array([[seconds(one), seconds(other)] for _ in range(ROUNDS)])
-        ratio = statistics.median(times[:, 0] / times[:, 1])
-        print(
-            f"{name}: Transformers {times[:, 0].min():.3f} s, here {times[:, 1].min():.3f} s, {ratio:.1f} times as fast"
-        )
+        measured = np.array([[seconds(one), seconds(other)] for _ in range(ROUNDS)])
+        ratio = statistics.median(measured[:, 0] / measured[:, 1])
+        yield [name, float(measured[:, 0].min()), float(measured[:, 1].min()), float(ratio)]
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -162,8 +170,8 @@ def layer(rows: int, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return apply, (state, jax.ShapeDtypeStruct((rows, length, config.d_model), jnp.bfloat16), cache)
 
 
-def report(name: str, mesh: Mesh, function: Callable[..., Any], arguments: Any, *, length: int) -> None:
-    """Prints the memory of the compiled program and its largest array; there must be none of length x length."""
+def report(name: str, mesh: Mesh, function: Callable[..., Any], arguments: Any, *, length: int) -> list[Any]:
+    """Returns a row of `DELTA_COMPILED`, of the compiled program; no array may be of length x length."""
     whole = NamedSharding(mesh, P())
     shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole), arguments)
     with jax.set_mesh(mesh):
@@ -177,11 +185,8 @@ def report(name: str, mesh: Mesh, function: Callable[..., Any], arguments: Any, 
     square = [one for one in found if sum(size % length == 0 for size in one[1]) > 1]
     assert not square, square
     dtype, sizes = max(found, key=lambda one: math.prod(one[1]))
-    print(
-        f"{name}: arguments {memory.argument_size_in_bytes / MIB:,.0f} MiB, "
-        f"temporaries {memory.temp_size_in_bytes / MIB:,.0f} MiB, largest array {dtype}{list(sizes)}",
-        flush=True,
-    )
+    largest = f"{dtype}{list(sizes)}"
+    return [name, memory.argument_size_in_bytes / MIB, memory.temp_size_in_bytes / MIB, largest]
 
 
 if __name__ == "__main__":

@@ -195,6 +195,16 @@ FAMILIES_COMPRESSED = Table(
     ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),
     ("{}", "{}", "{:.2f}", "{:.3f}", "{:.3f}", "{}"),
 )
+DELTA_TIMES = Table(
+    "times",
+    ("2 × 1024 tokens, float32", "Transformers, s", "ours, s", "times as fast (aim 1.5)"),
+    ("{}", "{:.2f}", "{:.2f}", "{:.1f}"),
+)
+DELTA_COMPILED = Table(
+    "compiled",
+    ("program", "arguments, MiB", "temporaries, MiB", "largest array"),
+    ("{}", "{:,.0f}", "{:,.0f}", "{}"),
+)
 HOT_PATH = Table(
     "layers",
     ("chip", "shape", "experts", "strategy", "GB moved", "least", "of the least (aim 1.3)",
