@@ -131,9 +131,14 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(name):
             "sliding_window_pattern": getattr(theirs, "_sliding_window_pattern", None),
         }
     ours = FAMILIES[name].defaults | asked
-    # Files of T5 have it, the class has not: relative biases know no length.
-    ours.pop("n_positions", None)
+    # Files of T5 and DeepSeek have them, the classes have not: relative biases know no length, and there is no loss.
+    for key in ("n_positions", "seq_aux"):
+        ours.pop(key, None)
+    known = dict(rope)
+    if by_layer := theirs.to_dict().get("per_layer_config"):  # Gemma 4: the class has no attribute for all layers
+        known |= {"head_dim": theirs.to_dict()["head_dim"]}
+        known |= {"global_head_dim": next(iter(by_layer.values()))["head_dim"]}
     # By attribute and not from its dict, where a key may have another name.
-    found = {key: rope[key] if key in rope else getattr(theirs, key) for key in ours}
+    found = {key: known[key] if key in known else getattr(theirs, key) for key in ours}
     # A pair of sides is a list in a file, and a tuple in the class.
     assert ours == {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}

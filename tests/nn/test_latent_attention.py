@@ -131,7 +131,7 @@ def test_it_is_written_and_counted():
     [
         ({"num_kv_heads": 2}, "num_kv_heads=2 must be num_heads=4"),
         ({"head_dim": 4}, "rope_dim=4 must be below head_dim=4"),
-        ({"qk_norm": "head"}, "latent .* no qk_norm, clip_qkv, score_soft_cap, sinks, source_dim or relative_bias"),
+        ({"qk_norm": "head"}, "latent .* no qk_norm, clip_qkv"),
         ({"sinks": True}, "latent attention has no"),
         ({"biases": ("q_up",)}, "q_down, kv_down, o .* not q_up"),
         ({"biases": ("q",)}, "unknown bias 'q'"),
