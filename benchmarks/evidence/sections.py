@@ -186,6 +186,12 @@ SECTIONS = (
         layouts.VLLM,
     ),
     _program(
+        "delta_rule",
+        "python benchmarks/delta_rule.py --times",
+        ("moe_jax/functional/recurrent",),
+        layouts.DELTA_TIMES,
+    ),
+    _program(
         "four_bits",
         "python benchmarks/four_bits.py DATA MODEL --llmc PYTHON --work WORK",
         ("moe_jax/conversion", "moe_jax/compression/calibration", "moe_jax/compression/coding", *_MODEL),
