@@ -187,9 +187,10 @@ SECTIONS = (
     ),
     _program(
         "delta_rule",
-        "python benchmarks/delta_rule.py --times",
-        ("moe_jax/functional/recurrent",),
+        "python benchmarks/delta_rule.py --times --compile v5e:2x2",
+        ("moe_jax/functional/recurrent", "moe_jax/nn/recurrent"),
         layouts.DELTA_TIMES,
+        layouts.DELTA_COMPILED,
     ),
     _program(
         "four_bits",
