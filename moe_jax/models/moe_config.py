@@ -19,6 +19,9 @@ from moe_jax.models.own_parts import LINEAR, ROUTERS
 
 VARIANTS = ("routed", "embedded", "dense", "single")
 
+ROUTER_LEAVES_BY_EXPERT = tuple(f"router/{name}" for name in ("kernel", "bias", "selection_bias", "expert_scale"))
+"""Leaves of a linear router that have an entry for every expert, on the last axis; paths within an MoE."""
+
 # Most experts of a layer, and of all layers together: far above any known model, and few enough to be handled.
 MAX_EXPERTS = 100_000
 

@@ -10,6 +10,8 @@ go to c times as many. All copies of an expert have its logit, so that the c k b
 Biases of selection are copied; beside probabilities, which are a c-th, so is the bias. Groups are copied as wholes, and
 c times as many are chosen: copies of a group have its score, whether that is of its best expert or of its best two.
 
+Experts that are given weighted inputs (Llama 4) are no sum of their copies, and stay as many for a token.
+
 If a token goes to one expert and still does, it goes to a copy of the same one. Its weight is what it was, but for
 `softmax_topk` and `top1`, whose probability is a c-th, and `gate_scale` makes up for it. With several experts and a k
 that does not grow, copies of one expert take the place of others: no choice of logits keeps a linear router from that.
@@ -86,10 +88,10 @@ def _larger(moe: MoEConfig, spec: UpcycleSpec) -> MoEConfig:
     times = total // moe.num_experts if spec.copies_by == "even" else None
     top_k = spec.top_k
     if top_k is None:
-        top_k = moe.top_k * (times if times is not None and moe.weighting in _GROWS else 1)
+        top_k = moe.top_k * (times if times is not None and _adds_up(moe) else 1)
     scale, selection = moe.gate_scale, moe.selection
     if times is not None:
-        if top_k == times * moe.top_k and moe.weighting == "sigmoid_topk":
+        if top_k == times * moe.top_k and moe.weighting == "sigmoid_topk" and _adds_up(moe):
             scale = scale / times
         if top_k == moe.top_k == 1 and _ONE_STAYS.get(moe.weighting, False):
             scale = scale * times
@@ -98,6 +100,11 @@ def _larger(moe: MoEConfig, spec: UpcycleSpec) -> MoEConfig:
             selection = dataclasses.replace(selection, **groups)
     shared = {} if spec.shared_from is None else {"universal": "one"}
     return dataclasses.replace(moe, num_experts=total, top_k=top_k, gate_scale=scale, selection=selection, **shared)
+
+
+def _adds_up(moe: MoEConfig) -> bool:
+    """Whether the copies of an expert, all of which a token goes to, can give together what the expert gave."""
+    return moe.weighting in _GROWS and not moe.weighs_inputs
 
 
 def _check(moe: MoEConfig, spec: UpcycleSpec, total: int) -> None:
@@ -146,11 +153,13 @@ def why_different(source: ModelConfig, larger: ModelConfig, spec: UpcycleSpec) -
 
 def _why_other_choice(moe: MoEConfig, larger: MoEConfig) -> str | None:
     times, gate = larger.num_experts // moe.num_experts, moe.weighting
-    if larger.top_k == times * moe.top_k and gate in _GROWS:
+    if larger.top_k == times * moe.top_k and _adds_up(moe):
         return None
     if larger.top_k == moe.top_k == 1 and gate in _ONE_STAYS and moe.selection.groups == 1:
         return None
-    return f"copies of one expert stand for others, top_k={larger.top_k} of {larger.num_experts} with gate {gate!r}"
+    inputs = " and weighted inputs" * moe.weighs_inputs
+    choice = f"top_k={larger.top_k} of {larger.num_experts} with gate {gate!r}{inputs}"
+    return f"copies of one expert stand for others, {choice}"
 
 
 def factor_of_selection_bias(moe: MoEConfig, larger: MoEConfig) -> float:

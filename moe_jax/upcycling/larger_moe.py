@@ -20,6 +20,7 @@ from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_to_json
+from moe_jax.models.moe_config import ROUTER_LEAVES_BY_EXPERT
 from moe_jax.upcycling.copied_experts import (
     factor_of_selection_bias,
     larger_config,
@@ -31,9 +32,6 @@ from moe_jax.upcycling.copied_experts import (
 from moe_jax.upcycling.expert_leaves import MATRICES, with_noise
 from moe_jax.upcycling.outcome import Specs, Upcycled, measured_of, sizes_of
 from moe_jax.upcycling.spec import UpcycleSpec
-
-_OF_ROUTER = ("router/kernel", "router/bias", "router/selection_bias")
-"""Leaves beside the experts that have an entry for every expert, on the last axis."""
 
 
 def make_larger(
@@ -148,7 +146,7 @@ def _leaf(
     if below.startswith("universal/") and path not in source.specs():
         experts = source.read(path.replace("/universal/", "/experts/"))
         return np.mean(experts, axis=0, dtype=np.float32).astype(experts.dtype)
-    if below in _OF_ROUTER:
+    if below in ROUTER_LEAVES_BY_EXPERT:
         leaf = source.read(path)
         copied = np.ascontiguousarray(leaf[..., of])
         if below == "router/selection_bias":

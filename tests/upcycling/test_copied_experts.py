@@ -84,6 +84,17 @@ def test_one_expert_may_stay_one(gate):
     np.testing.assert_allclose(weights_of_originals(larger.moe(0), of, seed=0), expected, rtol=1e-5)
 
 
+def test_a_token_has_no_more_experts_where_inputs_are_weighted():
+    """An expert of twice half an input is not the expert of the whole one."""
+    source = config_of(moe(num_experts=12, top_k=1, gate="sigmoid_topk", weighs_inputs=True))
+    larger = upcycled_config(source, EXACT)
+    assert why_different(source, larger, EXACT) is None
+    assert (larger.moe(0).num_experts, larger.moe(0).top_k, larger.moe(0).gate_scale) == (24, 1, 1.0)
+    spec = dataclasses.replace(EXACT, top_k=2)
+    larger = upcycled_config(source, spec)
+    assert "weighted inputs" in str(why_different(source, larger, spec)) and larger.moe(0).gate_scale == 1.0
+
+
 @pytest.mark.parametrize("changes", [dict(top_k=2), dict(top_k=3), dict(gate="sparse_mixer")])
 def test_other_choices_are_not_said_to_be_equal_and_are_not(changes):
     source = config_of(moe(num_experts=12, gate=changes.get("gate", "topk_softmax")))

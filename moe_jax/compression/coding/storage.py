@@ -23,6 +23,7 @@ from moe_jax.experts.forms.coding import Encodable, Layout, Storable, Wanted
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.models.moe_config import ROUTER_LEAVES_BY_EXPERT
 
 INT32_BYTES = 4
 # What Zarr keeps of an array beside its bytes, at most.
@@ -131,7 +132,7 @@ def stored_bytes(
                 target = layer_in(layout, moe, config.d_model, asked, base=base, base_codes=base_codes)
                 of_shape[moe] = _compared(layout, target, config.d_model, layer_bytes(target, config.d_model, kind))
                 left[moe] = target.num_experts
-            paths = (f"layers/{i}/mlp/router/{name}" for name in ("kernel", "selection_bias"))
+            paths = (f"layers/{i}/mlp/{leaf}" for leaf in ROUTER_LEAVES_BY_EXPERT)
             of_router = count_bytes(specs[path] for path in paths if path in specs)
             outputs += of_router * (moe.num_experts - left[moe]) // moe.num_experts
         experts = sum(of_shape[config.moe(i)].total for i in layers)

@@ -42,6 +42,7 @@ from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.models import MoEConfig
+from moe_jax.models.moe_config import ROUTER_LEAVES_BY_EXPERT
 from moe_jax.models.own_parts import LINEAR
 from moe_jax.nn.moe import RouterStatistics
 
@@ -261,10 +262,6 @@ def cluster_by_distance(points: Float[np.ndarray, "n d"], count: int) -> Int[np.
     return cut_tree(linkage(points, method="average", metric="euclidean"), n_clusters=count)[:, 0]
 
 
-# Leaves beside the experts that have an entry for every expert, on the last axis.
-_OF_ROUTER = ("router/kernel", "router/bias", "router/selection_bias")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class REAP(REAPOptions, Method):
     """The method with the options `REAPOptions`."""
@@ -323,7 +320,7 @@ class REAP(REAPOptions, Method):
         # The universal FFN, if it is in the bank, is the last one there and stays.
         in_bank = np.append(kept, np.arange(experts, layer.moe.bank_experts))
         for path in layer.leaves:
-            if path in _OF_ROUTER:
+            if path in ROUTER_LEAVES_BY_EXPERT:
                 write(path, np.ascontiguousarray(layer.leaf(path)[..., kept]))
             elif path.startswith("experts/") and not path.startswith("experts/base/"):
                 leaf = layer.leaf(path)

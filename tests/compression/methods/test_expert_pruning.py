@@ -29,7 +29,7 @@ BANKS = {
     "deltas": {"bank": BankConfig(kind="low-rank", rank=2)},
     "codes": {"bank": BankConfig(kind="quantized", bits=4, group_size=8)},
     "in the bank": {"bank": BankConfig(kind="low-rank", rank=2), "universal": "med", "extended": True},
-    "bias": {"selection": SelectionConfig(bias=True)},
+    "bias": {"selection": SelectionConfig(bias=True), "expert_scales": True},
 }
 
 
@@ -38,6 +38,8 @@ def source_of(shape: str = "gated", bank: BankConfig | None = None, **moe):
     source = memory_moe(bank or BankConfig(), noise=1.0, shape=SHAPES[shape], **moe)
     if source.config.moe(0).selection.bias:
         source.leaves["layers/0/mlp/router/selection_bias"] = np.linspace(-1, 1, E, dtype=np.float32)
+    if source.config.moe(0).expert_scales:
+        source.leaves["layers/0/mlp/router/expert_scale"] = np.linspace(1, 2, E, dtype=np.float32)
     return source
 
 
