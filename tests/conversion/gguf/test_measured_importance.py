@@ -13,6 +13,7 @@ from moe_jax.conversion.writing.leaf_writing import LeafWriting  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from tests.support.byte_tokenizer import byte_tokenizer  # noqa: E402
 from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint  # noqa: E402
+from tests.support.tiers import one_in  # noqa: E402
 
 LENGTH = 32
 WIDE = {**BASE, "vocab_size": 264, "hidden_size": 256, "intermediate_size": 288, "num_hidden_layers": 2,
@@ -229,6 +230,7 @@ def test_a_dry_run_does_not_run_the_model(checkpoints, text, tmp_path, monkeypat
     assert "Q4_K" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
+@one_in(3)
 @pytest.mark.parametrize(("where", "begun"), [("layer", [1]), ("head", []), ("writing", [])])
 def test_a_killed_job_goes_on(checkpoints, text, tmp_path, monkeypatch, where, begun):
     folder, _ = checkpoints["mixtral"]
