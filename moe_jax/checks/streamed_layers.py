@@ -32,11 +32,13 @@ Watch = Callable[[Any], list[Any]]
 
 
 def mlp_inputs(block: Any) -> list[Any]:
-    """A `Watch` that records the input of a layer's FFN or MoE, [B, T, d].
+    """A `Watch` that records the input of a layer's FFN or MoE, [B, T, d], if it has one.
 
     The block itself decides where that is among norms and branches.
     """
-    apply, seen = block.mlp, []
+    apply, seen = getattr(block, "mlp", None), []
+    if apply is None:
+        return seen
 
     def apply_seen(x: Array, *rest: Any) -> Any:
         seen.append(x)

@@ -123,7 +123,10 @@ class StreamedModel:
     def mlp_inputs(
         self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], *, stop: int | None = None
     ) -> None:
-        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN."""
+        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN.
+
+        In the place of one that it does not have, `see` gets the layer's output.
+        """
         with _on_cpu():
             self._run(read, see, stop)
 
@@ -141,7 +144,7 @@ class StreamedModel:
                     return x
                 x, seen = program({name: read(path) for name, path in paths.items()}, x, source)
                 x.block_until_ready()
-                see(index, seen[0])
+                see(index, seen[0] if seen else x)
         assert x is not None
         return x
 

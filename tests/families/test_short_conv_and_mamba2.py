@@ -19,11 +19,11 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.model_io.loading import load_model
 from moe_jax.models import ShortConvConfig, config_from_json, config_to_json
-from moe_jax.nn import init_cache
 from tests.families.cases import CASES, SMALL
 from tests.families.reference import random_model, saved
 from tests.support.generated import generate
 from tests.support.hf_checkpoints import CONFIGS, assert_same_bits, read_tensors
+from tests.support.recurrent_models import logits_in_other_ways
 from tests.support.tiers import long, one_in
 
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 20))
@@ -48,36 +48,9 @@ def close(got, expected) -> bool:
 
 @one_in(2)
 def test_caches_padding_and_documents_change_nothing(pair):
-    """One program: rows in pieces with padding behind them, and both in one row behind padding."""
     reference, source = pair
-    expected = logits_of(reference)
-    graphdef, state = nnx.split(load_model(source))
-
-    @jax.jit
-    def run(state, tokens):
-        model, zeros = nnx.merge(graphdef, state), jnp.zeros((2, 3), jnp.int32)
-        caches, pieces = init_cache(model.config, 2, 24, jnp.dtype("float32")), []
-        for start, stop in ((0, 1), (1, 20)):
-            padding = zeros[:, : 3 if start else 0]
-            positions = jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32)[None], (2, stop - start))
-            out = model(
-                jnp.concatenate([tokens[:, start:stop], padding], axis=1),
-                positions=jnp.concatenate([positions, padding + stop], axis=1),
-                valid=jnp.concatenate([positions >= 0, padding > 0], axis=1),
-                caches=caches,
-            )
-            caches = out.caches
-            pieces.append(out.logits[:, : stop - start])
-        of_document = jnp.arange(20, dtype=jnp.int32)
-        packed = model(
-            jnp.concatenate([zeros[:1], tokens.reshape(1, -1)], axis=1),
-            positions=jnp.concatenate([zeros[0], of_document, of_document])[None],
-            segment_ids=jnp.asarray([[0] * 3 + [1] * 20 + [2] * 20], jnp.int32),
-        )
-        return jnp.concatenate(pieces, axis=1), packed.logits[0, 3:].reshape(2, 20, -1)
-
-    for got in run(state, jnp.asarray(TOKENS, jnp.int32)):
-        assert close(got, expected)
+    for got in logits_in_other_ways(load_model(source), TOKENS):
+        assert close(got, logits_of(reference))
 
 
 @long
