@@ -19,6 +19,7 @@ DEFINITIONS = {
     "gelu_tanh": X / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (X + 0.044715 * X**3))),
     "quick_gelu": X * scipy.special.expit(1.702 * X),
     "relu": np.maximum(X, 0),
+    "relu2": np.maximum(X, 0) ** 2,
 }
 
 
