@@ -119,7 +119,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     the experts share the FFN, and each has an adapter after it (Camelidae)."""
     experts: Annotated[int | None, Shown("N", "8; of an MoE twice its own")] = None
     """Experts per MoE layer; with `granularity`, copies of the FFN that are cut into experts."""
-    top_k: Annotated[int | None, Shown("K", "2; of an MoE as many times its own as experts")] = None
+    top_k: Annotated[int | None, Shown("K", "2; of an MoE its own, times the copies if these add up")] = None
     """Experts that a token is routed to. Step 0, of an MoE: its logits, if every expert gets as many copies and K grows
     with them, for a token then goes to all copies of what it went to (not with gate sparse_mixer); or if K stays 1.
     Otherwise copies of one expert take the place of others, and the check says how far off the logits are."""
