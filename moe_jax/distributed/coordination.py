@@ -30,6 +30,7 @@ from moe_jax.distributed.job_place import Place
 _FOREVER = 20 * 24 * 3600 * 1000  # milliseconds
 _HELLO, _ENDED, _NEWS, _STOP, _LAST = (f"moe_jax/{name}" for name in ("hello", "ended", "news", "stop", "last"))
 _SECONDS_TO_BE_HEARD = 1.0
+_SECONDS_TO_GIVE_UP = 3.0
 _GONE = "is gone: it was killed, or its host stopped, or the network"
 
 
@@ -70,7 +71,7 @@ class Coordination:
         state = distributed.State() if one_works else distributed.global_state
         initialize = state.initialize if one_works else jax.distributed.initialize
         try:
-            with _without_warnings(), _calling_when_lost(self._lost):
+            with _without_warnings(), _calling_when_lost(self._lost), self._no_longer_than_agreed():
                 initialize(
                     place.address,
                     place.count,
@@ -103,6 +104,21 @@ class Coordination:
         ]
         if problems:
             raise InputError("; ".join(problems))
+
+    @contextlib.contextmanager
+    def _no_longer_than_agreed(self) -> Iterator[None]:
+        """Ends this process if the block has not ended when the others are given up.
+
+        JAX's client has this limit, too, but has waited far beyond it where the first process ended while this one
+        connected.
+        """
+        limit = threading.Timer(self._wait + _SECONDS_TO_GIVE_UP, self._lost)
+        limit.daemon = True
+        limit.start()
+        try:
+            yield
+        finally:
+            limit.cancel()
 
     def _hello(self, index: int) -> dict[str, Any]:
         """Returns what a process said when it came."""
