@@ -139,7 +139,7 @@ def sweep(
     source, shared, described = _opened(model, spec, [method for _, method in methods])
     described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": spec.seq_len}
     read = [source, *([] if shared["base"] is None else [shared["base"]]), as_path(spec.text)]
-    read += [] if spec.calibrate is None else [as_path(spec.calibrate)]
+    read += [as_path(file) for file in (spec.calibrate, spec.imatrix) if file is not None]
     score_model = _scorer(source, spec)
     with work_bars() as progress:
         return _sweep(source, out, methods, score_model, described=described, sources=read, progress=progress, **shared)

@@ -220,6 +220,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     on."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, str):
+            raise InputError(f"layers={shown(self.layers)}: expected indices of layers, counted from 0, such as [1, 3]")
         check_positive(self, "experts", "top_k", "capacity_rows")
         check_number(self, "router_noise", at_least=0)
         check_member("copies_by", self.copies_by, ("even", "use", "gradient"))

@@ -129,3 +129,8 @@ def test_adapter_experts_given_as_a_bank_have_no_routers_from_texts():
     adapters = AdapterExperts(adapter=AdapterConfig(rank=2, activation="gelu", scale=1.0, dropout=0.0))
     with pytest.raises(InputError, match="--router-from .* adapter experts"):
         UpcycleSpec(delta=BankConfig(adapters), experts=2, top_k=2, router_from=("a", "b"))
+
+
+def test_layers_from_python_are_indices():
+    with pytest.raises(InputError, match="layers='all'"):
+        UpcycleSpec(layers="all")  # type: ignore[arg-type]

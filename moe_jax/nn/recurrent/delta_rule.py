@@ -11,12 +11,12 @@ from moe_jax.experts.devices import BATCH_AXES, current_mesh, sequence_axis, sha
 from moe_jax.experts.shapes import normal_kernel
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.recurrent.delta_rule import DeltaInputs, delta_rule
-from moe_jax.functional.recurrent.short_convolution import last_inputs, short_convolution
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.recurrent_config import DeltaRuleConfig
 from moe_jax.nn.attention import make_projections
 from moe_jax.nn.context import RecurrentCache
 from moe_jax.nn.layers import Linear, Norm
+from moe_jax.nn.recurrent.convolved import convolved
 
 
 class DeltaRule(nnx.Module):
@@ -52,22 +52,18 @@ class DeltaRule(nnx.Module):
     ) -> tuple[Float[Array, "B T d"], RecurrentCache | None]:
         """Applies the rule along the rows; arguments as in `nn.recurrent`."""
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
-        goes_on = cache if cache is not None and not begins else None
-        convolved, inputs = [], []
-        for index, name in enumerate("qkv"):
-            projected = getattr(self, name)(x, keys[name])
-            shape = (x.shape[0], self.config.carried.window, projected.shape[-1])
-            before = jnp.zeros(shape, x.dtype) if goes_on is None else goes_on.inputs[index]
-            mixed = short_convolution(projected, getattr(self, f"{name}_conv")[...], before, documents)
-            convolved.append(jax.nn.silu(mixed))
-            if cache is not None:
-                held = before.astype(cache.inputs[index].dtype)
-                inputs.append(shard_cache(last_inputs(projected, held, documents)))
+        heads, inputs = [], []
+        for index, (name, width) in enumerate(zip("qkv", self._widths, strict=True)):
+            projected, kernel = getattr(self, name)(x, keys[name]), getattr(self, f"{name}_conv")[...]
+            held = None if cache is None else cache.inputs[index]
+            mixed, held = convolved(projected, kernel, None, documents, held, begins=begins)
+            heads.append(jax.nn.silu(mixed).reshape(*x.shape[:2], -1, width))
+            inputs.append(held)
         beta, decay = (getattr(self, name)(x, keys[name]).astype(jnp.float32) for name in ("beta", "decay"))
         log_decay = -self._rate() * jax.nn.softplus(decay + self.rate_bias[...].astype(jnp.float32)[None, None])
-        q, k, v = (one.reshape(*x.shape[:2], -1, width) for one, width in zip(convolved, self._widths, strict=True))
+        q, k, v = heads
         given = DeltaInputs(q, k, v, jax.nn.sigmoid(beta), log_decay)
-        read, state = _over_mesh(given, None if goes_on is None else goes_on.state, documents)
+        read, state = _over_mesh(given, None if cache is None or begins else cache.state, documents)
         if cache is not None:
             cache = RecurrentCache(tuple(inputs), shard_cache(state))
         return self._out(read, x, keys), cache

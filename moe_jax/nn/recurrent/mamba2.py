@@ -1,4 +1,4 @@
-"""Mamba-2 with its projections, convolutions, norm and cache (Granite 4)."""
+"""Mamba-2 with its projections, convolutions, norm and cache (Granite 4, Nemotron-H)."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,13 @@ from moe_jax.experts.devices import shard_cache
 from moe_jax.experts.shapes import normal_kernel
 from moe_jax.functional.dense import rms_norm
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.recurrent.short_convolution import last_inputs, short_convolution
 from moe_jax.functional.recurrent.state_space import ScanInputs, state_scan
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.recurrent_config import Mamba2Config
 from moe_jax.nn.attention import make_projections
 from moe_jax.nn.context import RecurrentCache
 from moe_jax.nn.layers import Linear, Norm
+from moe_jax.nn.recurrent.convolved import convolved
 
 
 class Mamba2(nnx.Module):
@@ -52,19 +52,18 @@ class Mamba2(nnx.Module):
     ) -> tuple[Float[Array, "B T d"], RecurrentCache | None]:
         """Scans along the rows; arguments as in `nn.recurrent`."""
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
-        goes_on = cache if cache is not None and not begins else None
         given, inputs = {}, []
         for index, name in enumerate(self.config.convolved):
-            projected = getattr(self, name)(x, keys[name])
-            shape = (x.shape[0], self.config.carried.window, projected.shape[-1])
-            before = jnp.zeros(shape, x.dtype) if goes_on is None else goes_on.inputs[index]
-            mixed = short_convolution(projected, getattr(self, f"{name}_conv")[...], before, documents)
-            if self.config.conv_bias:
-                mixed = mixed + getattr(self, f"{name}_conv_bias")[...].astype(mixed.dtype)[None, None]
+            mixed, held = convolved(
+                getattr(self, name)(x, keys[name]),
+                getattr(self, f"{name}_conv")[...],
+                getattr(self, f"{name}_conv_bias")[...] if self.config.conv_bias else None,
+                documents,
+                None if cache is None else cache.inputs[index],
+                begins=begins,
+            )
             given[name] = jax.nn.silu(mixed).reshape(*x.shape[:2], -1, self.config.widths[name])
-            if cache is not None:
-                held = before.astype(cache.inputs[index].dtype)
-                inputs.append(shard_cache(last_inputs(projected, held, documents)))
+            inputs.append(held)
         v = given["v"].astype(jnp.float32)
         step = self.decay(x, keys["decay"]).astype(jnp.float32) + self._of_heads(self.rate_bias)
         step = jax.nn.softplus(step)
@@ -73,7 +72,7 @@ class Mamba2(nnx.Module):
         scanned = ScanInputs(
             given["q"], given["k"], v * step[..., None], -jnp.exp(self._of_heads(self.log_rate)) * step
         )
-        state = None if goes_on is None else goes_on.state
+        state = None if cache is None or begins else cache.state
         if state is None:
             state = jnp.zeros((x.shape[0], *(self.config.carried.state or ())), jnp.float32)
         read, state = state_scan(scanned, state, documents)

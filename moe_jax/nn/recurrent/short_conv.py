@@ -4,15 +4,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.devices import shard_cache
 from moe_jax.experts.shapes import normal_kernel
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.recurrent.short_convolution import last_inputs, short_convolution
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.recurrent_config import ShortConvConfig
 from moe_jax.nn.attention import make_projections
 from moe_jax.nn.context import RecurrentCache
 from moe_jax.nn.layers import Linear
+from moe_jax.nn.recurrent.convolved import convolved
 
 
 class ShortConv(nnx.Module):
@@ -44,13 +43,6 @@ class ShortConv(nnx.Module):
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
         in_gate, out_gate, v = (getattr(self, name)(x, keys[name]) for name in ("in_gate", "out_gate", "v"))
         gated = in_gate * v
-        before = jnp.zeros((x.shape[0], self.config.carried.window, gated.shape[-1]), x.dtype)
-        if cache is not None and not begins:
-            before = cache.inputs[0]
-        mixed = short_convolution(gated, self.conv[...], before, documents)
-        if self.config.bias:
-            mixed = mixed + self.conv_bias[...].astype(mixed.dtype)[None, None]
-        if cache is not None:
-            held = before.astype(cache.inputs[0].dtype)
-            cache = RecurrentCache((shard_cache(last_inputs(gated, held, documents)),), None)
-        return self.o(out_gate * mixed, keys["o"]), cache
+        bias, held = self.conv_bias[...] if self.config.bias else None, None if cache is None else cache.inputs[0]
+        mixed, held = convolved(gated, self.conv[...], bias, documents, held, begins=begins)
+        return self.o(out_gate * mixed, keys["o"]), None if held is None else RecurrentCache((held,), None)
