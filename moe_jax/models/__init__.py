@@ -13,12 +13,9 @@ from moe_jax.images.image_config import PatchesConfig as PatchesConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import IndexerConfig as IndexerConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
-from moe_jax.models.config import LayerConfig as LayerConfig
 from moe_jax.models.config import ModelConfig as ModelConfig
-from moe_jax.models.config import Segment as Segment
 from moe_jax.models.config import VisionConfig as VisionConfig
-from moe_jax.models.config import segments_of as segments_of
-from moe_jax.models.config import single_layers as single_layers
+from moe_jax.models.layer_config import LayerConfig as LayerConfig
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.moe_config import SelectionConfig as SelectionConfig
@@ -28,5 +25,8 @@ from moe_jax.models.recurrent_config import Mamba2Config as Mamba2Config
 from moe_jax.models.recurrent_config import NoAttentionConfig as NoAttentionConfig
 from moe_jax.models.recurrent_config import RecurrentConfig as RecurrentConfig
 from moe_jax.models.recurrent_config import ShortConvConfig as ShortConvConfig
+from moe_jax.models.segments import Segment as Segment
+from moe_jax.models.segments import segments_of as segments_of
+from moe_jax.models.segments import single_layers as single_layers
 from moe_jax.models.serialize import config_from_json as config_from_json
 from moe_jax.models.serialize import config_to_json as config_to_json

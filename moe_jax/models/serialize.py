@@ -7,17 +7,13 @@ from typing import Any, Literal
 from moe_jax.core.errors import InputError, check_positive
 from moe_jax.experts.shapes import FFNConfig, NoFFNConfig
 from moe_jax.files import json_toml
-from moe_jax.models.config import (
-    AttentionConfig,
-    LayerConfig,
-    ModelConfig,
-    MoEConfig,
-    VisionConfig,
-    check_num_layers,
-    segments_of,
-)
+from moe_jax.models.attention_config import AttentionConfig
+from moe_jax.models.config import ModelConfig, VisionConfig, check_num_layers
+from moe_jax.models.layer_config import LayerConfig
+from moe_jax.models.moe_config import MoEConfig
 from moe_jax.models.own_parts import BLOCK
 from moe_jax.models.recurrent_config import RECURRENT, DeltaRuleConfig, Mamba2Config, NoAttentionConfig, ShortConvConfig
+from moe_jax.models.segments import segments_of
 
 FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.

@@ -22,7 +22,8 @@ from moe_jax.functional.attention_chunks import (
 from moe_jax.functional.dense import layer_norm, linear, rms_norm
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.position_embeddings import apply_rope, scaled_queries
-from moe_jax.models.config import PROJECTIONS, AttentionConfig, LatentConfig, ModelConfig
+from moe_jax.models.attention_config import PROJECTIONS, AttentionConfig, LatentConfig
+from moe_jax.models.config import ModelConfig
 from moe_jax.models.recurrent_config import RecurrentConfig
 from moe_jax.nn.context import KVCache, LatentCache, Slots
 from moe_jax.nn.layers import Linear, Norm

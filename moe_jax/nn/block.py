@@ -12,7 +12,9 @@ from moe_jax.experts.linear import Fixed
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
-from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.layer_config import LayerConfig
+from moe_jax.models.moe_config import MoEConfig
 from moe_jax.models.own_parts import LAYERS
 from moe_jax.nn.attention import Attention, LatentAttention
 from moe_jax.nn.context import Cache, Context, KVCache

@@ -18,8 +18,11 @@ from moe_jax.experts.devices import current_mesh, shard_cache
 from moe_jax.functional.attention import Visibility
 from moe_jax.functional.position_embeddings import RopeConfig, rope_tables
 from moe_jax.kernels.hardware import bucket
-from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, Segment, segments_of, single_layers
+from moe_jax.models.attention_config import AttentionConfig
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.layer_config import LayerConfig
 from moe_jax.models.recurrent_config import RecurrentConfig
+from moe_jax.models.segments import Segment, segments_of, single_layers
 from moe_jax.nn.inputs import as_array
 from moe_jax.nn.inside import NOTHING_ASKED, AtRouter, ChangeLogits
 from moe_jax.nn.layers import default_positions

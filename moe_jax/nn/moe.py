@@ -33,8 +33,10 @@ from moe_jax.functional.routing import (
     universal_weight,
     weighted_inputs,
 )
-from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, Segment, segments_of, single_layers
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.moe_config import MoEConfig, PerftConfig
 from moe_jax.models.own_parts import LINEAR, ROUTERS
+from moe_jax.models.segments import Segment, segments_of, single_layers
 from moe_jax.nn.inside import OFF, ChangeLogits, TokenRouting
 from moe_jax.nn.layers import FFN, Linear, Norm
 

@@ -13,7 +13,11 @@ from moe_jax.experts.devices import shard_batch
 from moe_jax.experts.shapes import ShapesOnly, normal_kernel, shapes_of
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional.position_embeddings import bias_by_distance
-from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, Segment, segments_of
+from moe_jax.models.attention_config import AttentionConfig
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.layer_config import LayerConfig
+from moe_jax.models.moe_config import MoEConfig
+from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.block import make_layer
 from moe_jax.nn.block_stack import REMAT_POLICIES, BlockStack
 from moe_jax.nn.context import Caches, longest_row, make_context, source_slots

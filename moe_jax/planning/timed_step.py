@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import count_bytes
 from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
-from moe_jax.models.config import segments_of
+from moe_jax.models.segments import segments_of
 from moe_jax.planning.step_time import Rates
 from moe_jax.training.program import Program, abstract_batch, first_state, make_program
 from moe_jax.training.recipe import Recipe

@@ -20,7 +20,7 @@ from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWrite
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import own_leaves
-from moe_jax.models.config import PerftConfig
+from moe_jax.models.moe_config import PerftConfig
 from moe_jax.peft.adapt import adapted_config, targets_of
 from moe_jax.peft.spec import AdaptSpec
 from tests.support.dense_models import write_model

@@ -6,7 +6,7 @@ from flax import nnx
 
 from moe_jax.experts.shapes import AdapterConfig
 from moe_jax.models import FFNConfig, MoEConfig
-from moe_jax.models.config import PerftConfig
+from moe_jax.models.moe_config import PerftConfig
 from moe_jax.nn.moe import MoE
 from tests.support.numerics import initialised, normal
 

@@ -11,7 +11,7 @@ from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.routing import GATES
 from moe_jax.models import MoEConfig
-from moe_jax.models.config import PerftConfig
+from moe_jax.models.moe_config import PerftConfig
 from moe_jax.nn.moe import MoE
 from tests.support.jaxprs import equations
 from tests.support.numerics import normal, randomised

@@ -15,7 +15,7 @@ from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import AttentionConfig, BankConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.models.config import PerftConfig
+from moe_jax.models.moe_config import PerftConfig
 from moe_jax.peft.merge import merge
 from tests.support.dense_models import DTYPES, random_leaves, write_model
 from tests.support.numerics import logits_of

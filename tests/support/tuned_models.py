@@ -4,7 +4,8 @@ import dataclasses
 
 from moe_jax.experts import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.models.config import PROJECTIONS, PerftConfig
+from moe_jax.models.attention_config import PROJECTIONS
+from moe_jax.models.moe_config import PerftConfig
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, biases=("q", "k", "v"))
 FFN = FFNConfig(dim=24)
