@@ -49,7 +49,8 @@ _DELTA_RULE = dict(
     layer_types=["linear_attention", "full_attention"] * 2,
 )  # fmt: skip
 _SHORT_CONVOLUTIONS = dict(layer_types=["conv", "full_attention"] * 2, pad_token_id=0)
-_INDEXED = dict(index_n_heads=4, index_head_dim=16, index_topk=64)
+# Of few heads, several keys have a score of exactly 0, and which of those are chosen is anyone's guess.
+_INDEXED = dict(index_n_heads=16, index_head_dim=16, index_topk=64)
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -120,6 +121,11 @@ MOE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(
         num_local_experts=16, num_experts_per_tok=4, shared_intermediate_size=48, mamba_n_heads=8, mamba_d_head=16,
         mamba_d_state=16, mamba_n_groups=1, layer_types=["mamba", "attention"] * 2, pad_token_id=0,
+    ),
+    "nemotron_h": dict(
+        _EXPERTS, n_routed_experts=16, moe_shared_expert_intermediate_size=48, head_dim=16, mamba_num_heads=8,
+        mamba_head_dim=16, ssm_state_size=16, n_groups=2, pad_token_id=0,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
     ),
     "deepseek_v32": dict(
         _EXPERTS, **_LATENT, **_INDEXED, n_routed_experts=16, n_shared_experts=1, q_lora_rank=24, n_group=4,

@@ -68,8 +68,9 @@ class AdaptSpec(TakesNonfinite):
     """perft-r, which requires it: the number of adapters that a token is routed to."""
     targets: Annotated[str | Iterable[str] | None, Shown("q,v,...", "", str | None)] = None
     """lora, which requires it: which kernels get LoRA, out of q, k, v, o (of attention; in latent attention q_down,
-    q_up, kv_down and kv_up instead of q, k and v), gate, up, down (of FFNs and experts) and router; in every layer that
-    has them."""
+    q_up, kv_down and kv_up instead of q, k and v; in layers with a recurrence also beta, decay, in_gate and out_gate),
+    gate, up, down (of FFNs and experts; gate also of attention and recurrences) and router; in every layer that has
+    them."""
     scale: Annotated[float | None, Shown("X", "2 of lora:R, 1 of parallel:R")] = None
     """The factor by which the adapters' outputs are multiplied."""
     alpha: Annotated[float | None, Shown("X", "2R")] = None

@@ -14,6 +14,9 @@ from flax import nnx
 import moe_jax
 from moe_jax.commands import cli
 from moe_jax.conversion import read_hf_config, write_hf_config
+from moe_jax.conversion.gguf.architectures.gguf_architectures import only_moe
+from moe_jax.conversion.gguf.gguf_metadata import described
+from moe_jax.conversion.hf_format import exported_config
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.model_io.loading import load_model
@@ -165,6 +168,11 @@ def test_what_formats_cannot_hold_is_refused():
             write_hf_config(wrong)
 
 
+def test_gguf_files_are_refused_for_the_family_and_not_for_its_dense_layers():
+    with pytest.raises(InputError, match="are not written"):
+        described(exported_config(read_hf_config(KEYS), replicate_dense=True, all_moe=only_moe))
+
+
 # --- verbs ----------------------------------------------------------------------------------------
 
 
@@ -192,7 +200,7 @@ def test_every_verb(tmp_path, capsys):
     assert_same_bits({name: after[name] for name in kept}, {name: before[name] for name in kept})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
     assert type(theirs).__name__ == "NemotronHForCausalLM"
-    with pytest.raises(InputError, match="nemotron_h"):
+    with pytest.raises(InputError, match="are not written"):
         moe_jax.export(source.path, tmp_path / "model.gguf", format="gguf")
     for words in (["inspect", str(source.path)], ["plan", str(source.path)]):
         assert cli.main(words) == 0, capsys.readouterr().err

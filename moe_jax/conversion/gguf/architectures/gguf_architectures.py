@@ -236,6 +236,7 @@ def architecture_for(config: ModelConfig) -> tuple[str, Architecture]:
     )
 
 
-def holds_dense(family: str) -> bool:
-    """Whether models of a family may have dense layers beside MoEs in a GGUF file."""
-    return any(family in one.families and one.leading_dense for one in ARCHITECTURES.values())
+def only_moe(family: str) -> bool:
+    """Whether GGUF files of a family have no dense layers beside MoEs; not if there are no files of it."""
+    found = [one for one in ARCHITECTURES.values() if family in one.families]
+    return bool(found) and not any(one.leading_dense for one in found)
