@@ -17,9 +17,12 @@ from tests.families.cases import SMALL
 from tests.support.losses import next_token_loss
 
 
-def random_model(file: ModuleType, name: str) -> Any:
-    """A model of Transformers whose every parameter and buffer is random and large enough to matter."""
-    config = getattr(transformers, file.CONFIG)(**{**SMALL, **file.CASES[name]})
+def random_model(file: ModuleType, name: str, **usual: Any) -> Any:
+    """A model of Transformers whose every parameter and buffer is random and large enough to matter.
+
+    Keys of the config in `usual` take the place of those in `SMALL`, and give way to those of the case.
+    """
+    config = getattr(transformers, file.CONFIG)(**{**SMALL, **usual, **file.CASES[name]})
     # Other implementations of attention leave out soft caps, and round differently.
     model = getattr(transformers, file.MODEL)._from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)

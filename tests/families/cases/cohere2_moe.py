@@ -22,4 +22,7 @@ CASES = {
         prefix_dense_sliding_window_pattern=2,
         attention_bias=True,
     ),
+    "cohere2_moe-one-expert-one-kv-head": dict(
+        _MOE, num_experts_per_tok=1, num_key_value_heads=1, first_k_dense_replace=2, sliding_window_pattern=3
+    ),
 }

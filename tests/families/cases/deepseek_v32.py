@@ -16,4 +16,15 @@ CASES = {
         "attention_bias": True,
         "first_k_dense_replace": 0,
     },
+    "deepseek_v32-not-normalised-tied": {
+        **INDEXED,
+        "num_hidden_layers": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "index_topk": 9,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v32-dense": {**INDEXED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2, "q_lora_rank": 12},
 }

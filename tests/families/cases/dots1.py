@@ -13,4 +13,7 @@ CASES = {
         n_shared_experts=2,
         first_k_dense_replace=0,
     ),
+    "dots1-one-kv-head-dense-first": dict(
+        SMALL_MOE, num_hidden_layers=4, num_key_value_heads=1, first_k_dense_replace=3, norm_topk_prob=True
+    ),
 }

@@ -8,4 +8,7 @@ CASES = {
     "ernie4_5_moe-nothing-shared": dict(
         _MOE, num_hidden_layers=4, moe_num_shared_experts=0, moe_layer_start_index=1, moe_layer_end_index=2
     ),
+    "ernie4_5_moe-one-expert-mha": dict(
+        _MOE, moe_k=1, num_key_value_heads=4, moe_num_shared_experts=1, moe_layer_start_index=0
+    ),
 }

@@ -11,4 +11,10 @@ CASES = {
         num_shared_experts=2,
         norm_topk_prob=False,
     ),
+    "exaone_moe-one-kv-head-dense-first": dict(
+        _MOE, num_hidden_layers=5, num_key_value_heads=1, first_k_dense_replace=2, num_experts_per_tok=1
+    ),
+    "exaone_moe-mha-no-window-scaled": dict(
+        _MOE, num_key_value_heads=4, layer_types=["full_attention"] * 3, routed_scaling_factor=0.5
+    ),
 }

@@ -28,4 +28,14 @@ CASES = {
         layer_types=["full_attention"] * 2,
         rope_parameters=_ROPE,
     ),
+    "gemma4_text-one-kv-head-one-expert-full": dict(
+        _SAME,
+        num_key_value_heads=1,
+        layer_types=["full_attention", "full_attention"],
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=1,
+        moe_intermediate_size=20,
+        sliding_window=5,
+    ),
 }

@@ -8,4 +8,11 @@ CASES = {
         tie_word_embeddings=True,
         rms_norm_eps=1e-2,
     ),
+    "glm4-one-kv-head-one-layer": dict(num_hidden_layers=1, num_key_value_heads=1, head_dim=16),
+    "glm4-mha-quarter-rotated": dict(
+        num_key_value_heads=4,
+        head_dim=8,
+        attention_bias=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3, partial_rotary_factor=0.25),
+    ),
 }

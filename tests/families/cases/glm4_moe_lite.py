@@ -14,4 +14,8 @@ CASES = {
         topk_group=1,
         tie_word_embeddings=True,
     ),
+    "glm4_moe_lite-all-sparse-not-normalised": dict(
+        _LATENT, num_hidden_layers=3, q_lora_rank=12, mlp_layer_types=["sparse"] * 3, norm_topk_prob=False
+    ),
+    "glm4_moe_lite-one-expert-two-shared": dict(_LATENT, q_lora_rank=20, num_experts_per_tok=1, n_shared_experts=2),
 }

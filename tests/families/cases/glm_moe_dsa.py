@@ -11,4 +11,20 @@ CASES = {
         mlp_layer_types=["sparse", "dense", "sparse"],
         tie_word_embeddings=True,
     ),
+    "glm_moe_dsa-groups-not-normalised": {
+        **INDEXED,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "index_topk": 9,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "glm_moe_dsa-shared-twice-biases": {
+        **INDEXED,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "shared", "full"],
+        "index_topk": 64,
+        "attention_bias": True,
+        "n_shared_experts": 2,
+    },
 }

@@ -16,4 +16,7 @@ CASES = {
         layer_types=["full_attention", "full_attention", "sliding_attention"],
         rope_parameters=dict(rope_type="default", rope_theta=1e3),
     ),
+    "gpt_oss-no-window-all-experts": dict(
+        _MOE, num_experts_per_tok=8, num_hidden_layers=2, layer_types=["full_attention"] * 2, head_dim=8
+    ),
 }

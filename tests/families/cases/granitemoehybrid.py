@@ -26,4 +26,15 @@ CASES = {
         position_embedding_type="rope",
         tie_word_embeddings=True,
     ),
+    "granitemoehybrid-one-kv-head-one-expert": dict(
+        _MAMBA, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=1, mamba_chunk_size=8, mamba_d_conv=2
+    ),
+    "granitemoehybrid-attention-first-mha-rotated": dict(
+        _MAMBA,
+        layer_types=["full_attention", "linear_attention"],
+        num_key_value_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        position_embedding_type="rope",
+    ),
 }

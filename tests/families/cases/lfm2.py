@@ -18,4 +18,10 @@ CASES = {
     "lfm2-widened-all-attention": dict(
         layer_types=None, block_ffn_dim_multiplier=1.3, block_multiple_of=16, norm_eps=1e-3
     ),
+    "lfm2-one-kv-head-attention-first": dict(
+        num_key_value_heads=1,
+        layer_types=["full_attention", "conv", "conv"],
+        conv_L_cache=2,
+        block_auto_adjust_ff_dim=False,
+    ),
 }

@@ -19,4 +19,15 @@ CASES = {
         conv_L_cache=2,
         tie_word_embeddings=False,
     ),
+    "lfm2_moe-one-expert-one-kv-head": dict(
+        _MOE, num_experts=5, num_experts_per_tok=1, num_key_value_heads=1, conv_bias=True, conv_L_cache=4
+    ),
+    "lfm2_moe-all-attention-mha": dict(
+        _MOE,
+        num_hidden_layers=3,
+        layer_types=["full_attention"] * 3,
+        num_dense_layers=2,
+        num_key_value_heads=4,
+        routed_scaling_factor=0.5,
+    ),
 }

@@ -36,4 +36,7 @@ CASES = {
         attention_bias=True,
         tie_word_embeddings=True,
     ),
+    "llama4_text-one-kv-head-dense": dict(
+        _SAME, num_hidden_layers=2, moe_layers=[], num_key_value_heads=1, no_rope_layers=[1, 1], attention_chunk_size=5
+    ),
 }

@@ -32,4 +32,12 @@ CASES = {
         tie_word_embeddings=True,
         rope_parameters=dict(_YARN, llama_4_scaling_beta=0.0, mscale_all_dim=0.707, mscale=0.707),
     ),
+    "mistral4-one-expert-all-sparse": dict(
+        LATENT,
+        q_lora_rank=12,
+        num_hidden_layers=1,
+        first_k_dense_replace=0,
+        num_experts_per_tok=1,
+        rope_parameters=dict(_YARN, factor=4.0),
+    ),
 }

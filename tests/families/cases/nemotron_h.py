@@ -26,4 +26,13 @@ CASES = {
         mlp_hidden_act="silu",
     ),
     "nemotron_h-groups-of-experts": dict(_MAMBA, n_group=4, topk_group=2, norm_topk_prob=False),
+    "nemotron_h-one-expert-one-kv-head": dict(
+        _MAMBA,
+        layers_block_type=["full_attention", "moe", "linear_attention", "moe"],
+        num_key_value_heads=1,
+        num_experts_per_tok=1,
+        n_groups=4,
+        conv_kernel=2,
+        n_shared_experts=2,
+    ),
 }

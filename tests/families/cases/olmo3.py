@@ -9,4 +9,7 @@ CASES = {
     ),
     "olmo3-every-fourth-biases": dict(num_hidden_layers=5, sliding_window=8, attention_bias=True),
     "olmo3-no-window-tied": dict(sliding_window=64, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
+    "olmo3-one-kv-head-all-windows": dict(
+        num_key_value_heads=1, num_hidden_layers=2, sliding_window=5, layer_types=["sliding_attention"] * 2
+    ),
 }

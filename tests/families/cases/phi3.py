@@ -11,4 +11,5 @@ CASES = {
         num_key_value_heads=4,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
     ),
+    "phi3-one-kv-head-one-layer": dict(num_hidden_layers=1, num_key_value_heads=1, sliding_window=5, rms_norm_eps=1e-3),
 }

@@ -15,4 +15,7 @@ CASES = {
         ),
     ),
     "phimoe-tied": dict(num_local_experts=4, tie_word_embeddings=True, num_key_value_heads=4),
+    "phimoe-two-experts-one-kv-head": dict(
+        num_hidden_layers=2, num_local_experts=2, num_key_value_heads=1, lm_head_bias=True, sliding_window=5
+    ),
 }

@@ -23,4 +23,21 @@ CASES = {
         _RULE, num_hidden_layers=4, layer_types=["full_attention"] + ["linear_attention"] * 3,
         linear_conv_kernel_dim=2, linear_num_key_heads=1, tie_word_embeddings=True,
     ),
+    "qwen3_5_text-one-kv-head-as-many-keys-as-values": dict(
+        _RULE, num_key_value_heads=1, linear_num_key_heads=4, linear_value_head_dim=8, attention_bias=True
+    ),
+    "qwen3_5_text-mha-half-rotated": dict(
+        _RULE,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        linear_conv_kernel_dim=3,
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e3,
+            partial_rotary_factor=0.5,
+            mrope_section=[2, 1, 1],
+            mrope_interleaved=True,
+        ),
+    ),
 }  # fmt: skip

@@ -27,4 +27,15 @@ CASES = {
         tie_word_embeddings=True,
         rope_parameters=dict(rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5),
     ),
+    "qwen3_next-one-kv-head-one-expert": dict(
+        _MOE, num_key_value_heads=1, num_experts=5, num_experts_per_tok=1, linear_conv_kernel_dim=2
+    ),
+    "qwen3_next-every-second-dense": dict(
+        _MOE,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        decoder_sparse_step=2,
+        linear_num_key_heads=1,
+    ),
 }

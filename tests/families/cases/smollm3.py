@@ -16,4 +16,10 @@ CASES = {
         layer_types=["sliding_attention", "full_attention", "full_attention"],
         num_key_value_heads=4,
     ),
+    "smollm3-one-kv-head-yarn": dict(
+        no_rope_layers=[1, 0],
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=16),
+    ),
 }
