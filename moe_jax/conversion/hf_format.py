@@ -104,7 +104,7 @@ def _in_form_of(
         held = replace(held, foreign=kept)
     if held.vision is not None and family.sees not in (None, held.vision.family):
         held = replace(held, vision=replace(held.vision, family=family.sees, placeholder=None, foreign={}))
-    return replace(held, layers=_replicated(held, dense, width)) if dense else held
+    return replace(held, layers=_replicated(held, dense, width, alone=not beside)) if dense else held
 
 
 def _expressed(layer: LayerConfig, family: Family, width: int, beside: int) -> LayerConfig:
@@ -130,10 +130,13 @@ def _expressed(layer: LayerConfig, family: Family, width: int, beside: int) -> L
     return replace(layer, mlp=said)
 
 
-def _replicated(config: ModelConfig, dense: Sequence[int], width: int) -> tuple[LayerConfig, ...]:
-    """Returns the layers with MoEs of equal experts in place of dense FFNs."""
+def _replicated(config: ModelConfig, dense: Sequence[int], width: int, *, alone: bool) -> tuple[LayerConfig, ...]:
+    """Returns the layers with MoEs of equal experts in place of dense FFNs.
+
+    If experts are `alone` in the model, a universal FFN that the format has beside them is of zeros in every layer.
+    """
     layers, like = list(config.layers), config.moe(config.moe_layers[0])
-    if not GATES[like.gate].weights_sum_to_one or like.gate_scale != 1.0 or like.universal != "none":
+    if not GATES[like.gate].weights_sum_to_one or like.gate_scale != 1.0 or not (alone or like.universal == "none"):
         raise InputError(
             f"the format of {config.family!r} needs an MoE in every layer, and dense layers can be equal experts only "
             "where weights sum to 1"
@@ -298,8 +301,7 @@ class MergedModel:
     def _universal(self, path: str) -> np.ndarray:
         """Returns a kernel or bias of the universal FFN: beside the bank, the bank's last expert, or zeros."""
         mlp = self._mlp(path)
-        assert isinstance(mlp, MoEConfig)
-        if mlp.universal == "none":
+        if not isinstance(mlp, MoEConfig) or mlp.universal == "none":
             return self._zeros(path)
         if mlp.universal_beside:
             leaf = self._source.read(path)
@@ -322,6 +324,7 @@ class MergedModel:
             path.replace("/router/universal/", "/router/"),
             path.replace("/universal/", "/experts/"),
             path.replace("/universal/", "/experts/base/"),
+            path.replace("/universal/", "/"),
             f"{path.partition('/mlp/')[0]}/attention_norm/scale",
             _EMBEDDING,  # for the head
         )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from flax import nnx
 
 import moe_jax
@@ -186,6 +187,20 @@ def test_configs_that_make_no_sense(family, keys, says):
 
 def model_of(config) -> moe_jax.Model:
     return moe_jax.Model(Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def test_dense_layers_beside_mixtures_leave_as_equal_experts(tmp_path):
+    torch.manual_seed(0)
+    dense = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CONFIGS["qwen3_5_text"]))
+    dense.save_pretrained(tmp_path / "dense")
+    moe_jax.upcycle(tmp_path / "dense", tmp_path / "moe", experts=4, top_k=2, every=2, step0_check=False)
+    moe_jax.export(tmp_path / "moe", tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back).__name__ == "Qwen3_5MoeForCausalLM"
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, got = (model(tokens).logits.numpy() for model in (dense.eval(), back.eval()))
+    assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
 def test_what_formats_cannot_hold_is_refused(tmp_path):
