@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import moe_jax
 from moe_jax.conversion import read_hf_config, write_hf_config
+from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.gguf.gguf_metadata import described
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
@@ -177,6 +178,14 @@ def test_a_mesh_gives_the_same_logits(pair):
     with jax.set_mesh(mesh):
         got = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x).logits)(state, jnp.asarray(TOKENS, jnp.int32))
     assert close(got, logits_of(reference))
+
+
+def test_a_granite_4_of_attention_alone_is_read_and_written():
+    keys = {**CONFIGS["granitemoehybrid"], "layer_types": ["attention", "attention"]}
+    config = read_hf_config(keys)
+    assert not config.recurrent_layers and FAMILIES["granitemoehybrid"].table_of(config)
+    written = write_hf_config(config)
+    assert read_hf_config(written) == config and transformers.GraniteMoeHybridConfig(**written).mamba_n_heads == 1
 
 
 def test_keys_of_mamba2_that_cannot_be():

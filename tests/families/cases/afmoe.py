@@ -14,7 +14,7 @@ CASES = {
     "afmoe-one-kv-head-two-dense": dict(
         _MOE, num_key_value_heads=1, num_hidden_layers=5, num_dense_layers=2, head_dim=8, num_experts_per_tok=1
     ),
-    "afmoe-nothing-shared-no-window": dict(
-        _MOE, num_shared_experts=0, num_dense_layers=1, layer_types=["full_attention"] * 3, route_scale=0.5
+    "afmoe-two-shared-no-window": dict(
+        _MOE, num_shared_experts=2, num_dense_layers=1, layer_types=["full_attention"] * 3, route_scale=0.5
     ),
 }

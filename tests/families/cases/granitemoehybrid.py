@@ -37,4 +37,8 @@ CASES = {
         num_experts_per_tok=2,
         position_embedding_type="rope",
     ),
+    # As the small ones that are called dense: no layer has Mamba-2.
+    "granitemoehybrid-all-attention": dict(
+        _MAMBA, layer_types=["full_attention"] * 2, num_local_experts=0, position_embedding_type="rope"
+    ),
 }

@@ -33,6 +33,5 @@ CASES = {
         num_experts_per_tok=1,
         n_groups=4,
         conv_kernel=2,
-        n_shared_experts=2,
     ),
 }

@@ -97,11 +97,8 @@ def _read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    if not config.softmax_layers or not config.recurrent_layers:
-        raise InputError(f"in the format of {config.family!r} at least one layer has attention, and one Mamba-2")
-    mamba = usual.same_in_all_layers(config, "Mamba-2", lambda layer: layer.attention, among=config.recurrent_layers)
-    if not isinstance(mamba, Mamba2Config):
-        raise InputError(f"the format of {config.family!r} has Mamba-2, not a {mamba.describe()}")
+    if not config.softmax_layers:
+        raise InputError(f"in the format of {config.family!r} at least one layer has attention")
     keys = usual.write_decoder(config)
     if not config.rope.fraction:
         del keys["partial_rotary_factor"]
@@ -112,6 +109,18 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         **_write_mlp(config),
         "position_embedding_type": "rope" if config.rope.fraction else "nope",
         "layer_types": [_MAMBA[0] if layer.is_recurrent else _ATTENTION[0] for layer in config.layers],
+        **_write_mamba(config),
+    }
+
+
+def _write_mamba(config: ModelConfig) -> dict[str, Any]:
+    if not config.recurrent_layers:
+        # Transformers wants heads that fit the width of the model even where no layer has them.
+        return {"mamba_n_heads": 1, "mamba_expand": 1}
+    mamba = usual.same_in_all_layers(config, "Mamba-2", lambda layer: layer.attention, among=config.recurrent_layers)
+    if not isinstance(mamba, Mamba2Config):
+        raise InputError(f"the format of {config.family!r} has Mamba-2, not a {mamba.describe()}")
+    return {
         "mamba_n_heads": mamba.num_heads,
         "mamba_d_head": mamba.head_dim,
         "mamba_n_groups": mamba.num_groups,

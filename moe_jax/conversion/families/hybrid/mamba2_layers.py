@@ -35,9 +35,14 @@ def beside_mamba(rows: Table) -> Table:
 
 
 def mamba_shapes(config: ModelConfig, theirs: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of the convolutions' kernels, which have a further axis, for `Family.shapes`."""
-    mixers = (layer.attention for layer in config.layers)
-    window, channels, _ = next(mixer.carried for mixer in mixers if isinstance(mixer, Mamba2Config))
+    """Returns the shape of the convolutions' kernels, which have a further axis, for `Family.shapes`.
+
+    It is empty if all layers have attention.
+    """
+    mixers = [layer.attention for layer in config.layers if isinstance(layer.attention, Mamba2Config)]
+    if not mixers:
+        return {}
+    window, channels, _ = mixers[0].carried
     return {_convolution(theirs): (sum(channels), 1, window + 1)}
 
 
