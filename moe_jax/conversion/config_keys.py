@@ -91,15 +91,17 @@ class HFConfig:
         """Whether the config itself holds a value for `key`."""
         return self._data.get(self._names.get(key, key)) is not None
 
-    def must_be(self, key: str, value: Any) -> None:
+    def must_be(self, key: str, value: Any, *spellings: Any) -> None:
         """Raises `InputError` unless `key` has this value, or is left out and has no other default.
+
+        Other `spellings` say the same.
 
         The key counts as not read, so that it is written back.
         """
         key = self._names.get(key, key)
         self._checked.add(key)
         found = self._data.get(key, self._defaults.get(key, value))
-        if found != value:
+        if found not in (value, *spellings):
             raise InputError(f"config.json: {key!r} is {shown(found)}, only {shown(value)} is supported")
 
     def integer(self, key: str) -> int | None:

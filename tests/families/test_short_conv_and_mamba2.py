@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,7 @@ def test_keys_of_mamba2_that_cannot_be():
     assert config.layers[0].attention.carried.state == (4, 8, 16) and config.rope.fraction == 0
     assert "Mamba-2 of 4 heads of 8 x 16" in config.layers[0].attention.describe()
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    assert read_hf_config({**keys, "time_step_limit": [0.0, math.inf]}) == config  # as Transformers 4 writes it
     for change, match in (
         ({"mamba_d_head": 5}, "mamba_d_head=5"),
         ({"mamba_d_head": "wide"}, "'mamba_d_head' is"),

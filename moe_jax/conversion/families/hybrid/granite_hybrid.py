@@ -1,5 +1,6 @@
 """Granite 4: Mamba-2 in most layers, attention that may rotate nothing in the others; dense, or MoEs beside an FFN."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,8 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, Mamba2Config
 # Published configs have the first of these names, which Transformers 5 reads as the second.
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
 _SHARED = "shared_intermediate_size"
-# Steps of any size, as Transformers 5 writes it. Its code for one token and for several differ on other limits.
-_ANY_STEP = [0.0, {"__float__": "Infinity"}]
+# Steps of any size, as Transformers 5 and 4 write it. Its code for one token and for several differ on other limits.
+_ANY_STEP = [0.0, {"__float__": "Infinity"}], [0.0, math.inf]
 
 # --- keys -----------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ def _read_types(config: HFConfig) -> tuple[str, ...]:
 def _read_mamba(config: HFConfig) -> Mamba2Config:
     # The convolutions have this activation too.
     config.must_be("hidden_act", "silu")
-    config.must_be("time_step_limit", _ANY_STEP)
+    config.must_be("time_step_limit", *_ANY_STEP)
     heads = config.required_integer("mamba_n_heads")
     width = config.required_integer("mamba_expand") * config.required_integer("hidden_size")
     given = config.given_among(["mamba_d_head"]).get("mamba_d_head", "auto")
