@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from moe_jax.compression.calibration.expert_statistics import BACKGROUND
 from moe_jax.core.formatting import show_bytes
-from moe_jax.model_io.leaves_to_write import zero_experts_line
+from moe_jax.model_io.leaves_to_write import experts_by_layer, zero_experts_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class LayerFigures:
       choice: in words, what was chosen for this layer; layers may differ in it.
       uniform_usage: whether, for want of a text, experts were taken to be used alike.
       zero_experts: those whose weights were all zero before compression.
+      expert_tokens: of the calibration text, for each expert the tokens that are routed to it; None if a method does
+        not look at what experts are given.
     """
 
     relative_error: float
@@ -51,11 +54,13 @@ class LayerFigures:
     choice: str | None = None
     uniform_usage: bool | None = None
     zero_experts: tuple[int, ...] = ()
+    expert_tokens: tuple[int, ...] | None = None
 
     @classmethod
     def from_note(cls, fields: Mapping[str, Any]) -> Self:
         """Figures that a job noted as JSON, which has lists for tuples."""
-        return cls(**{**fields, "zero_experts": tuple(fields["zero_experts"])})
+        tuples: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**{**fields, **tuples})
 
 
 class Measure:
@@ -192,6 +197,11 @@ class LayerReport(LayerFigures):
     bytes_before: int
     bytes_after: int
 
+    @property
+    def rare_experts(self) -> tuple[int, ...]:
+        """Experts to which fewer tokens of the calibration text are routed than count for every expert anyway."""
+        return tuple(expert for expert, tokens in enumerate(self.expert_tokens or ()) if tokens < BACKGROUND)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
@@ -237,6 +247,13 @@ class Report:
             found.append(
                 "how the experts are used is not known: they were taken to be used alike, and as similar as the "
                 "weights of the router say; --calibrate TEXT measures it"
+            )
+        rare = {layer.layer: layer.rare_experts for layer in self.layers if layer.rare_experts}
+        if rare:
+            found.append(
+                f"the calibration text gives {experts_by_layer(rare)} fewer than {BACKGROUND} tokens each: what is "
+                "kept of them was chosen mostly by what their layers are given; more --samples, or a text nearer to "
+                "what the model is for, reaches them"
             )
         if self.expert_bytes_after > self.expert_bytes_before:
             found.append(
@@ -328,6 +345,7 @@ _COLUMNS: dict[str, Callable[[LayerReport], str | None]] = {
     "rounds": _rounds,
     "error": _number("relative_error", ".4f"),
     "of\noutputs": _number("output_error", ".4f"),
+    "least\ntokens": lambda layer: None if layer.expert_tokens is None else f"{min(layer.expert_tokens):,}",
     "predicted\nKL": _number("predicted_divergence", ".5f"),
     "of the\ndelta": _number("delta_error", ".4f"),
     "per\nneuron": _number("error_per_neuron", ".4g"),

@@ -9,6 +9,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from moe_jax.compression.calibration.expert_statistics import routed_tokens
 from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.calibration.sensitivities import check_full_experts
 from moe_jax.compression.methods.interface import Analysis, Base, Method, check_base
@@ -125,9 +126,12 @@ def compress(
         def compress_layer(i: int, write: Write) -> LayerFigures:
             layer = open_layer(i)
             try:
-                return method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
+                figures = method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
             except DoesNotFit as error:
                 raise InputError(f"layer {i}: {error}, for the whole model, with moe-jax convert --dtype") from None
+            # Figures of outputs are there if the method looks at what experts are given.
+            tokens = None if figures.output_error is None else routed_tokens(layer)
+            return dataclasses.replace(figures, expert_tokens=tokens)
 
         with writer:
             figures = _write(source, config, indices, compress_layer, writer, progress, on_layer, shared=shared)

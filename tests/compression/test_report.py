@@ -130,6 +130,9 @@ def test_warnings_are_of_what_is_wrong():
     zero, usage, size = report.warnings
     assert "zero" in zero and "2" in zero and "--calibrate" in usage and "162%" in size
     assert (report.expert_bytes_before, report.expert_bytes_after) == (2000, 3250)
+    used = (layer(0, expert_tokens=(64, 65)), layer(3, expert_tokens=(63, 500, 0)))
+    [rare] = Report(layers=used, bytes_before=9, bytes_after=8).warnings
+    assert "2 experts (layer 3: 0, 2) fewer than 64 tokens" in rare and "--samples" in rare
     written = report.to_json()
     assert (written["expert_bytes_after"], written["bytes_before"], written["bytes_after"]) == (3250, 9, 8)
     assert [one["layer"] for one in written["layers"]] == [0, 4] and written["warnings"] == [*report.warnings]

@@ -56,6 +56,14 @@ def statistics_of(layer: SourceLayer) -> RouterStatistics:
     return RouterStatistics(known.usage @ member, known.score @ member, share.T @ known.similarity @ share)
 
 
+def routed_tokens(layer: SourceLayer) -> tuple[int, ...] | None:
+    """Returns how many tokens of the text are routed to each expert of the bank; None without rows of the text."""
+    if layer.rows is None:
+        return None
+    experts = np.asarray(layer.rows.experts)
+    return tuple(np.bincount(experts[experts >= 0], minlength=layer.moe.bank_experts).tolist())
+
+
 BACKGROUND = 64
 """Weight of the tokens of the whole layer, in tokens that are routed to an expert."""
 _BACKGROUND_ROWS = 512
