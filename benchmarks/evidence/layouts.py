@@ -200,10 +200,10 @@ DELTA_TIMES = Table(
     ("2 × 1024 tokens, float32", "Transformers, s", "ours, s", "times as fast (aim 1.5)"),
     ("{}", "{:.2f}", "{:.2f}", "{:.1f}"),
 )
-COMPILED = Table(
+DELTA_COMPILED = Table(
     "compiled",
-    ("device", "program", "arguments, MiB", "temporaries, MiB", "largest array"),
-    ("{}", "{}", "{:,.0f}", "{:,.0f}", "{}"),
+    ("program", "arguments, MiB", "temporaries, MiB", "largest array"),
+    ("{}", "{:,.0f}", "{:,.0f}", "{}"),
 )
 HOT_PATH = Table(
     "layers",

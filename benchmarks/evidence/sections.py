@@ -187,16 +187,10 @@ SECTIONS = (
     ),
     _program(
         "delta_rule",
-        "python benchmarks/delta_rule.py --times --compile v5e:2x2 h100:1",
+        "python benchmarks/delta_rule.py --times --compile v5e:2x2",
         ("moe_jax/functional/recurrent", "moe_jax/nn/recurrent"),
         layouts.DELTA_TIMES,
-        layouts.COMPILED,
-    ),
-    _program(
-        "compiled_layers",
-        "python benchmarks/compiled_layers.py",
-        ("moe_jax/functional", "moe_jax/kernels", "moe_jax/experts", "moe_jax/nn"),
-        layouts.COMPILED,
+        layouts.DELTA_COMPILED,
     ),
     _program(
         "four_bits",
