@@ -6,8 +6,8 @@ Heads are those of Qwen3-Next: 16 of queries and keys, 32 states of 128 x 128. `
 2 x 1024 tokens in float32, forward alone and with all gradients, in turns with the fallback of Transformers without its
 CUDA kernels (`torch_chunk_gated_delta_rule`); the aim is 1.5 times as fast. `--compile` needs no device (JAX's CUDA
 plugin for GPUs): the branch of a layer in bfloat16 with all gradients at 8 and 32 thousand tokens, whose memory
-must grow with the length and not with its square; and a whole layer of Qwen3-Next-80B-A3B of 3072 tokens and of one
-token for each of 32 rows, whose 512 experts are in codes of 4 bits. OUT receives `delta_rule.json`.
+must grow with the length and not with its square. `compiled_layers.py` has the whole layer. OUT receives
+`delta_rule.json`.
 """
 
 import argparse
@@ -33,11 +33,8 @@ from jax.sharding import PartitionSpec as P
 from evidence.layouts import DELTA_COMPILED, DELTA_TIMES
 from evidence.results import RESULTS, Figures
 from moe_jax.conversion import read_hf_config
-from moe_jax.experts import BankConfig
 from moe_jax.functional.recurrent.delta_rule import DeltaInputs, delta_rule
-from moe_jax.models import LayerConfig, ModelConfig
 from moe_jax.nn.block import make_layer
-from moe_jax.nn.context import init_cache, make_context
 from moe_jax.planning.planned_devices import described_devices, prepare_environment
 
 MIB, ROUNDS = 1 << 20, 5
@@ -51,7 +48,6 @@ QWEN3_NEXT = {
     "vocab_size": 151936,
     "max_position_embeddings": 262144,
 }
-FOUR_BITS = BankConfig(kind="quantized", bits=4, group_size=128)
 
 
 def main() -> None:
@@ -70,9 +66,6 @@ def main() -> None:
         for length in LENGTHS:
             name = f"{topology}, the branch with gradients, {length} tokens"
             figures.put_row(DELTA_COMPILED.name, name, report(name, mesh, *branch(length), length=length))
-        for rows, length in ((1, 3072), (32, 1)):
-            name = f"{topology}, a layer with experts of 4 bits, {rows} x {length} tokens"
-            figures.put_row(DELTA_COMPILED.name, name, report(name, mesh, *layer(rows, length), length=3072))
     print(DELTA_TIMES.text(figures), DELTA_COMPILED.text(figures), sep="\n\n")
 
 
@@ -128,24 +121,10 @@ def seconds(call: Callable[[], Any]) -> float:
 # --- programs -------------------------------------------------------------------------------------
 
 
-def true_layer(bank: BankConfig | None = None) -> tuple[ModelConfig, LayerConfig]:
-    """The first layer of Qwen3-Next-80B-A3B, whose experts are perhaps in another form."""
-    config = read_hf_config(QWEN3_NEXT)
-    layer = config.layers[0]
-    if bank is not None:
-        layer = dataclasses.replace(layer, mlp=dataclasses.replace(config.moe(0), bank=bank))
-    return dataclasses.replace(config, layers=(layer,), dtype="bfloat16"), layer
-
-
-def abstract_layer() -> Any:
-    config, layer = true_layer(FOUR_BITS)
-    block = nnx.eval_shape(lambda: make_layer(layer, config, rngs=nnx.Rngs(0), dtype=jnp.dtype("bfloat16")))
-    return config, nnx.split(block)
-
-
 def branch(length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The delta rule with its projections: its value and all gradients."""
-    config, _ = true_layer()
+    whole = read_hf_config(QWEN3_NEXT)
+    config = dataclasses.replace(whole, layers=whole.layers[:1], dtype="bfloat16")
     block = nnx.eval_shape(lambda: make_layer(config.layers[0], config, rngs=nnx.Rngs(0), dtype=jnp.dtype("bfloat16")))
     graphdef, state = nnx.split(block.attention)
 
@@ -155,19 +134,6 @@ def branch(length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     x = jax.ShapeDtypeStruct((1, length, config.d_model), jnp.bfloat16)
     return value_and_gradients, (state, x, x)
-
-
-def layer(rows: int, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A whole layer: texts that begin, or a token more of every row."""
-    config, (graphdef, state) = abstract_layer()
-    caches = jax.eval_shape(lambda: init_cache(config, rows, length, jnp.dtype("bfloat16"), stacked=False))
-    cache = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape[1:], one.dtype), caches[0][0])
-
-    def apply(state: Any, x: Any, cache: Any) -> Any:
-        context = make_context(config, x.shape[:2], num_slots=0, begins=length > 1)
-        return nnx.merge(graphdef, state)(x, context, cache)[:2]
-
-    return apply, (state, jax.ShapeDtypeStruct((rows, length, config.d_model), jnp.bfloat16), cache)
 
 
 def report(name: str, mesh: Mesh, function: Callable[..., Any], arguments: Any, *, length: int) -> list[Any]:

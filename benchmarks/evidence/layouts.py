@@ -205,6 +205,11 @@ DELTA_COMPILED = Table(
     ("program", "arguments, MiB", "temporaries, MiB", "largest array"),
     ("{}", "{:,.0f}", "{:,.0f}", "{}"),
 )
+COMPILED_LAYERS = Table(
+    "layers",
+    ("device", "layer", "program", "arguments, MiB", "temporaries, MiB", "largest array of floats", "kernels called"),
+    ("{}", "{}", "{}", "{:,.0f}", "{:,.0f}", "{}", "{}"),
+)
 HOT_PATH = Table(
     "layers",
     ("chip", "shape", "experts", "strategy", "GB moved", "least", "of the least (aim 1.3)",

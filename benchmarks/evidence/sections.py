@@ -187,10 +187,16 @@ SECTIONS = (
     ),
     _program(
         "delta_rule",
-        "python benchmarks/delta_rule.py --times --compile v5e:2x2",
+        "python benchmarks/delta_rule.py --times --compile v5e:2x2 h100:1",
         ("moe_jax/functional/recurrent", "moe_jax/nn/recurrent"),
         layouts.DELTA_TIMES,
         layouts.DELTA_COMPILED,
+    ),
+    _program(
+        "compiled_layers",
+        "python benchmarks/compiled_layers.py",
+        (*_MODEL, "moe_jax/kernels"),
+        layouts.COMPILED_LAYERS,
     ),
     _program(
         "four_bits",

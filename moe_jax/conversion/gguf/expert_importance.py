@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from moe_jax.conversion.gguf.architectures.gguf_architectures import only_moe
+from moe_jax.conversion.gguf.architectures.gguf_architectures import check_written, only_moe
 from moe_jax.conversion.gguf.gguf_metadata import described, tensor_shapes
 from moe_jax.conversion.gguf.imatrix import read_imatrix
 from moe_jax.conversion.hf_format import MergedModel, exported_config
@@ -35,6 +35,7 @@ def read_expert_importance(
       InputError: if it is no such file, or of another model, or lacks a layer, or if GGUF files, whose names of tensors
         it has, cannot hold the model.
     """
+    check_written(source.config)
     config = exported_config(source.config, replicate_dense=True, all_moe=only_moe)
     description = described(config)
     leaves = MergedModel(source, description.config).specs()

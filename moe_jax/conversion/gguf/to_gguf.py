@@ -12,7 +12,7 @@ import numpy as np
 import rich.table
 from rich.console import Console
 
-from moe_jax.conversion.gguf.architectures.gguf_architectures import only_moe
+from moe_jax.conversion.gguf.architectures.gguf_architectures import check_written, only_moe
 from moe_jax.conversion.gguf.architectures.gguf_description import ROPE_FACTORS
 from moe_jax.conversion.gguf.coded_types import coded_types
 from moe_jax.conversion.gguf.gguf_file import WEIGHTED, GGUFFile, header_of, plain_dtype
@@ -74,6 +74,7 @@ def export_gguf(
     refuse_tuned(source)
     if source.config.vision is not None:
         raise InputError(f"{source.path} takes pictures, and GGUF files hold models of text: leave out --format gguf")
+    check_written(source.config)
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate", all_moe=only_moe)
     plan = _Plan.of(source, described(config), dst.stem, spec.gguf_type)
     _check_importance(spec, plan, dst, dry_run=dry_run)

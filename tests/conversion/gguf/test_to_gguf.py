@@ -5,14 +5,18 @@ import json
 import gguf
 import numpy as np
 import pytest
+from flax import nnx
 
 import moe_jax
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.cli import main
-from moe_jax.conversion import GGUFModel, HuggingFaceDirectory
+from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, read_hf_config
 from moe_jax.conversion.gguf import gguf_model
-from moe_jax.conversion.gguf.architectures.gguf_architectures import ARCHITECTURES
+from moe_jax.conversion.gguf.architectures.gguf_architectures import ARCHITECTURES, check_written
 from moe_jax.core.errors import InputError
+from moe_jax.nn import Decoder
+from moe_jax.upcycling.dense_to_moe import upcycled_config
+from moe_jax.upcycling.spec import UpcycleSpec
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.gguf_files import tensors_of
 from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint
@@ -284,3 +288,17 @@ def test_models_that_see_are_of_no_architecture(tmp_path):
     with pytest.raises(InputError, match="takes pictures"):
         moe_jax.export(model, tmp_path / "out.gguf", format="gguf")
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("name", [name for name, keys in CONFIGS.items() if keys["model_type"] not in FAMILIES])
+def test_families_without_an_architecture_are_refused_by_name(name):
+    config = read_hf_config(CONFIGS[name])
+    with pytest.raises(InputError, match=f"family '{config.family}' are not"):
+        check_written(config)
+
+
+def test_an_upcycled_family_is_refused_by_name_before_its_layers_are(tmp_path):
+    """Its format needs MoEs in every layer; to make them would not help."""
+    config = upcycled_config(read_hf_config(CONFIGS["granite-plain"]), UpcycleSpec(experts=4, top_k=2, every=2))
+    with pytest.raises(InputError, match="family 'granitemoe' are"):
+        moe_jax.export(moe_jax.Model(Decoder(config, rngs=nnx.Rngs(0))), tmp_path / "m.gguf", format="gguf")

@@ -8,6 +8,7 @@ tensors differ.
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax.conversion.families import family_named
 from moe_jax.conversion.gguf.architectures.gguf_deepseek import DEEPSEEK
 from moe_jax.conversion.gguf.architectures.gguf_description import (
     ATTENTION,
@@ -229,9 +230,26 @@ def architecture_for(config: ModelConfig) -> tuple[str, Architecture]:
     for name, architecture in ARCHITECTURES.items():
         if config.family in architecture.families:
             return name, architecture
-    known = (family for architecture in ARCHITECTURES.values() for family in architecture.families)
-    raise InputError(
-        f"GGUF files of the family {config.family!r} are not written, known: {', '.join(known)}; llama.cpp's own "
+    raise _not_written(config.family)
+
+
+def check_written(config: ModelConfig) -> None:
+    """Raises `InputError` if neither a model's family nor any that its MoE layers may move it to has an architecture.
+
+    Said before the model is brought into the form of a format, whose demands would be beside the point.
+    """
+    family = family_named(config.family)
+    moves = config.moe_layers and not family.holds_experts
+    formats = family.moe_formats if moves else (family.name,)
+    known = {name for architecture in ARCHITECTURES.values() for name in architecture.families}
+    if formats and not known.intersection(formats):
+        raise _not_written(formats[0])
+
+
+def _not_written(family: str) -> InputError:
+    known = (name for architecture in ARCHITECTURES.values() for name in architecture.families)
+    return InputError(
+        f"GGUF files of the family {family!r} are not written, known: {', '.join(known)}; llama.cpp's own "
         "script may convert an exported checkpoint"
     )
 

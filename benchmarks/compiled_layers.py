@@ -1,0 +1,154 @@
+"""Single layers of large models, whose experts are in codes of 4 bits, compiled for a TPU v5e and an H100.
+
+    python benchmarks/compiled_layers.py [--compile v5e:2x2 h100:1] [--out benchmarks/results]
+
+No device is needed, but the compilers are: libtpu, and JAX's CUDA plugin, which may be in another environment, as rows
+stay in the file. The layers are of true size, on one device, in bfloat16: gpt-oss-120b with and without a window, its
+experts in MXFP4 as `convert --codes keep` has them, and Qwen3-Next-80B-A3B with the delta rule. Each is compiled for
+a text of 3072 tokens that begins, and for a token more of each of 32 rows of up to 3072. Codes must stay codes: no
+array of floating-point numbers may be as large as one matrix of all experts.
+
+XLA lays out arguments on TPUs as they are padded least, which may put the axis of experts last; `in order` are
+programs that take the experts' arrays in the order of their axes. OUT receives `compiled_layers.json`.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from evidence.layouts import COMPILED_LAYERS
+from evidence.results import RESULTS, Figures
+from moe_jax.conversion import read_hf_config
+from moe_jax.experts import BankConfig
+from moe_jax.models import ModelConfig
+from moe_jax.nn.block import make_layer
+from moe_jax.nn.context import init_cache, make_context
+from moe_jax.planning.planned_devices import described_devices, is_gpu, prepare_environment
+
+MIB = 1 << 20
+CONTEXT, ROWS = 3072, 32
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "vocab_size": 201088,
+}
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+}
+MXFP4 = BankConfig(kind="quantized", bits=4, group_size=32, table=True, scale_bits=32, base="none")
+FOUR_BITS = BankConfig(kind="quantized", bits=4, group_size=128)
+
+
+class TrueLayer(NamedTuple):
+    """Keys of a config.json, an index of its layers, and the form of the experts."""
+
+    keys: dict[str, Any]
+    index: int
+    bank: BankConfig
+
+    @property
+    def config(self) -> ModelConfig:
+        """A model of this layer alone."""
+        whole = read_hf_config(self.keys)
+        layer = dataclasses.replace(
+            whole.layers[self.index], mlp=dataclasses.replace(whole.moe(self.index), bank=self.bank)
+        )
+        return dataclasses.replace(whole, layers=(layer,), dtype="bfloat16")
+
+
+LAYERS = {
+    "gpt-oss-120b, window of 128": TrueLayer(GPT_OSS, 0, MXFP4),
+    "gpt-oss-120b, no window": TrueLayer(GPT_OSS, 1, MXFP4),
+    "Qwen3-Next-80B-A3B, delta rule": TrueLayer(QWEN3_NEXT, 0, FOUR_BITS),
+}
+PROGRAMS = {f"1 x {CONTEXT} tokens": (1, CONTEXT), f"{ROWS} x 1 token": (ROWS, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--compile", nargs="+", default=["v5e:2x2", "h100:1"], metavar="TOPOLOGY", help="for these")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    figures = Figures("compiled_layers", options.out, writes=True)
+    prepare_environment()
+    for topology in options.compile:
+        mesh = Mesh(np.array(described_devices(topology)[:1]), ("data",))
+        for layer, true_layer in LAYERS.items():
+            for program, shape in PROGRAMS.items():
+                # GPUs take all arrays in the order of their axes.
+                for in_order in (False,) if is_gpu(topology) else (False, True):
+                    name = [topology, layer, program + (", in order" if in_order else "")]
+                    row = compiled(mesh, true_layer.config, *shape, in_order=in_order)
+                    figures.put_row(COMPILED_LAYERS.name, ", ".join(name), [*name, *row])
+    print(COMPILED_LAYERS.text(figures))
+
+
+def compiled(mesh: Mesh, config: ModelConfig, rows: int, length: int, *, in_order: bool) -> list[Any]:
+    """Returns what is said of a compiled program; raises `SystemExit` if experts are not left in their codes."""
+    whole = NamedSharding(mesh, P())
+
+    def placed(path: Any, leaf: Any) -> Any:
+        ordered = in_order and "experts" in jax.tree_util.keystr(path)
+        where = Format(Layout(tuple(range(len(leaf.shape)))), whole) if ordered else whole
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    function, arguments = program_of(config, rows, length)
+    with jax.set_mesh(mesh):
+        done = jax.jit(function).lower(*jax.tree_util.tree_map_with_path(placed, arguments)).compile()
+    memory, text = done.memory_analysis(), done.as_text()
+    assert memory is not None, "these compilers all say it"
+    floats = {
+        (dtype, tuple(int(size) for size in sizes.split(",")))
+        for dtype, sizes in re.findall(r"\b((?:bf|f)\d+)\[([\d,]+)\]", text)
+    }
+    dtype, sizes = max(floats, key=lambda one: math.prod(one[1]))
+    moe = config.moe(0)
+    of_experts = moe.num_experts * config.d_model * moe.expert.dim
+    if math.prod(sizes) >= of_experts:
+        raise SystemExit(f"{dtype}{list(sizes)} is as large as a matrix of all {moe.num_experts} experts")
+    kernels = Counter(re.findall(r'custom-call\(.*op_name="[^"]*?([\w-]+)/pallas_call"', text))
+    called = ", ".join(f"{count} {kernel}" for kernel, count in sorted(kernels.items()))
+    numbers = [memory.argument_size_in_bytes / MIB, memory.temp_size_in_bytes / MIB]
+    return [*numbers, f"{dtype}{list(sizes)}", called or "none"]
+
+
+def program_of(config: ModelConfig, rows: int, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the layer as a function, and its arguments: texts that begin, or one token more of every row."""
+    dtype, (layer,) = jnp.dtype("bfloat16"), config.layers
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make_layer(layer, config, rngs=nnx.Rngs(0), dtype=dtype)))
+    caches = jax.eval_shape(lambda: init_cache(config, rows, CONTEXT, dtype, stacked=False))
+    cache = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape[1:], one.dtype), caches[0][0])
+
+    def apply(state: Any, x: Any, positions: Any, cache: Any) -> Any:
+        context = make_context(config, x.shape[:2], positions=positions, num_slots=CONTEXT, begins=length > 1)
+        return nnx.merge(graphdef, state)(x, context, cache)[:2]
+
+    x = jax.ShapeDtypeStruct((rows, length, config.d_model), dtype)
+    return apply, (state, x, jax.ShapeDtypeStruct((rows, length), jnp.int32), cache)
+
+
+if __name__ == "__main__":
+    main()
