@@ -143,6 +143,8 @@ MOE: dict[str, dict[str, Any]] = {
         hidden_size_per_layer_input=0, layer_types=["sliding_attention", "full_attention"] * 2,
     ),
 }  # fmt: skip
+# Of the MoEs that a family's format knows, where that is not the usual one.
+GATES = {"lfm2": ("--gate", "topk_sigmoid")}
 SEQ_LEN = 128
 
 
@@ -196,7 +198,10 @@ class Trial:
         if not hasattr(transformers, architecture):
             return "no such class"
         kind = getattr(transformers, architecture)
-        model, report = kind.from_pretrained(exported, output_loading_info=True, attn_implementation="eager")
+        config = kind.config_class.from_pretrained(exported)  # that of a Kimi-K2 is of DeepSeek-V3
+        model, report = kind.from_pretrained(
+            exported, config=config, output_loading_info=True, attn_implementation="eager"
+        )
         assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
         tokens = np.random.default_rng(0).integers(0, self.keys["vocab_size"], (2, 100))
         with torch.no_grad():
@@ -232,7 +237,17 @@ def _tensors(folder: Path) -> dict[str, bytes]:
 def measure_upcycling(trial: Trial, dense: Path, figures: Figures) -> None:
     """DeRS and PESC from a trained dense model."""
     ways = {
-        "DeRS, low-rank:4": ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "low-rank:4"),
+        "DeRS, low-rank:4": (
+            "--experts",
+            4,
+            "--top-k",
+            2,
+            "--every",
+            2,
+            "--delta",
+            "low-rank:4",
+            *GATES.get(trial.family, ()),
+        ),
         "PESC, QLoRA": ("--method", "pesc", "--experts", 4, "--top-k", 2, "--adapter", 8, "--rest", "qlora:4"),
     }
     before = trial.loss(dense)
