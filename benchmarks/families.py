@@ -198,7 +198,9 @@ class Trial:
         if not hasattr(transformers, architecture):
             return "no such class"
         kind = getattr(transformers, architecture)
-        config = kind.config_class.from_pretrained(exported)  # that of a Kimi-K2 is of DeepSeek-V3
+        # A Kimi-K2 is a DeepSeek-V3 that says another name, by which Transformers does not find the names of experts.
+        config = kind.config_class.from_pretrained(exported)
+        config.model_type = kind.config_class.model_type
         model, report = kind.from_pretrained(
             exported, config=config, output_loading_info=True, attn_implementation="eager"
         )
