@@ -6,7 +6,7 @@ CASES = {
     "glm_moe_dsa-shared-all-chosen-listed": dict(
         INDEXED,
         num_hidden_layers=3,
-        index_topk=64,
+        index_topk=96,
         indexer_types=["full", "shared", "full"],
         mlp_layer_types=["sparse", "dense", "sparse"],
         tie_word_embeddings=True,
@@ -23,7 +23,7 @@ CASES = {
         **INDEXED,
         "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "shared", "full"],
-        "index_topk": 64,
+        "index_topk": 96,
         "attention_bias": True,
         "n_shared_experts": 2,
     },
