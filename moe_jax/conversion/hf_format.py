@@ -6,6 +6,7 @@ which shows whether the format can hold it. The leaves in that form are a view: 
 while they are written, never a whole layer at once.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,10 +44,10 @@ def exported_config(
 
     A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
     MoE layers the model moves to the first of the family's `moe_formats` that can hold it; if that has no dense layers,
-    they become MoEs of equal experts, if `replicate_dense`. Merged experts are repeated, one for each output of the
-    router. Narrower experts, and universal FFNs, are padded to the largest width in any layer with zero neurons, which
-    add nothing because act(0) = 0. `all_moe` says of which families the format is written without dense layers beside
-    MoEs, even if it could have them.
+    or has them in other places, they become MoEs of equal experts, if `replicate_dense`. Merged experts are repeated,
+    one for each output of the router. Narrower experts, and universal FFNs, are padded to the largest width in any
+    layer with zero neurons, which add nothing because act(0) = 0. `all_moe` says of which families the format is
+    written without dense layers beside MoEs, even if it could have them.
 
     Raises:
       InputError: if no format holds the model.
@@ -56,13 +57,15 @@ def exported_config(
         return config
     family = family_named(config.family)
     if family.holds_experts:
-        held = _in_form_of(config, family, replicate_dense=replicate_dense, all_moe=all_moe)
+        held = _in_form_of(config, family, replicate_dense=replicate_dense, only_moe=all_moe(family.name))
         write_hf_config(held)
         return held
     refusals: list[tuple[bool, int, str, list[str]]] = []  # whether its form is impossible, how much, the format, why
-    for name in family.moe_formats:
+    for name, only_moe in itertools.product(family.moe_formats, (False, True) if replicate_dense else (False,)):
         try:
-            held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense, all_moe=all_moe)
+            held = _in_form_of(
+                config, family_named(name), replicate_dense=replicate_dense, only_moe=only_moe or all_moe(name)
+            )
         except InputError as error:
             refusals.append((True, 1, name, [str(error)]))
             continue
@@ -81,12 +84,13 @@ def exported_config(
     )
 
 
-def _in_form_of(
-    config: ModelConfig, family: Family, *, replicate_dense: bool, all_moe: Callable[[str], bool]
-) -> ModelConfig:
-    """Converts the model to the form of a format; raises `InputError` if dense layers cannot, or must not, be MoEs."""
+def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool, only_moe: bool) -> ModelConfig:
+    """Converts the model to the form of a format, in which dense layers become MoEs if it has none, or with `only_moe`.
+
+    Raises `InputError` if they cannot, or must not.
+    """
     moes = [config.moe(i) for i in config.moe_layers]
-    holds_dense = family.holds_dense_layers and not all_moe(family.name)
+    holds_dense = family.holds_dense_layers and not only_moe
     with_ffn = [i for i, layer in enumerate(config.layers) if "mlp" in layer.branches]
     dense = [] if holds_dense else [i for i in with_ffn if i not in config.moe_layers]
     if dense and not replicate_dense:

@@ -122,10 +122,11 @@ def test_what_the_format_cannot_say_is_refused():
 
 
 @long
-def test_an_upcycled_lfm2_is_one_of_transformers(tmp_path):
+@pytest.mark.parametrize("layers", [[1], [0]])  # dense layers come first in the format; others become equal experts
+def test_an_upcycled_lfm2_is_one_of_transformers(layers, tmp_path):
     reference = random_model(CASES["lfm2"], "lfm2")
     dense = saved(reference, tmp_path / "dense").path
-    moe_jax.upcycle(dense, tmp_path / "moe", experts=4, gate="topk_sigmoid")
+    moe_jax.upcycle(dense, tmp_path / "moe", experts=4, gate="topk_sigmoid", layers=layers)
     moe_jax.export(tmp_path / "moe", tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     assert type(theirs).__name__ == "Lfm2MoeForCausalLM"
