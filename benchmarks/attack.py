@@ -2,7 +2,8 @@
 
     python benchmarks/attack.py [--inputs 20000] [--each N] [--only WORD ...] [--jobs 2] [--out benchmarks/results]
 
-Tries inputs of all classes of `tests/attack/classes/`, of each in proportion to its share, and prints what became of
+Tries inputs of all classes of `tests/attack/classes/`, of each in proportion to its share, of the config of each family
+at least 288, and prints what became of
 them and each one that did harm; for classes with bounds of their own also what the worst took. OUT receives
 `attack.json`, after every hundred inputs; a run that was stopped is continued, except for classes that another
 commit tried. Exits with code 1 if any input did harm.
@@ -56,8 +57,9 @@ def main() -> None:
 
 
 def wanted(name: str, times: float) -> int:
-    """How many inputs so many times the share of a class are."""
-    return math.ceil(share_of(all_attacks()[name]) * times)
+    """How many inputs so many times the share of a class are, and no fewer than it is to have."""
+    attack = all_attacks()[name]
+    return max(attack.least, math.ceil(share_of(attack) * times))
 
 
 def try_class(figures: Figures, name: str, number: int) -> None:

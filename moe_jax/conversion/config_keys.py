@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
-from moe_jax.core.errors import InputError, clipped, is_finite, raise_if_any, shown
+from moe_jax.conversion.named_keys import with_keys
+from moe_jax.core.errors import MAX_SIZE, InputError, clipped, is_finite, raise_if_any, shown
 from moe_jax.files.json_toml import fits_64_bits
 
 # Where a file came from, how it is stored, and how Transformers runs it.
@@ -71,7 +72,7 @@ class HFConfig:
         self._data = data
         self._defaults = defaults
         self._names = names
-        self._taken = {"model_type", "architectures"}
+        self._taken = dict.fromkeys(("model_type", "architectures"))  # in the order in which they were read last
         self._checked: set[str] = set()
         self._kept: dict[str, Any] = {}
         self._unknown_inside: list[str] = []
@@ -112,6 +113,13 @@ class HFConfig:
         """Takes an integer that must be there; raises as `require` does."""
         self.require(key)
         return self._take(key, "an integer", is_integer)
+
+    def required_size(self, key: str) -> int:
+        """Takes an integer that must be there and that something can have as its size; raises as `require` does."""
+        size = self.required_integer(key)
+        if not 1 <= size <= MAX_SIZE:
+            raise InputError(f"config.json: {self._names.get(key, key)!r} is {size}, expected 1 to {MAX_SIZE:,}")
+        return size
 
     def number(self, key: str) -> float | None:
         """Takes a number, finite in float32, as a float, or None."""
@@ -155,8 +163,12 @@ class HFConfig:
 
     def given_among(self, keys: Collection[str]) -> dict[str, Any]:
         """Takes those of the keys that the config holds, as they are."""
-        self._taken.update(keys)
+        self._taken |= dict.fromkeys(keys)
         return {key: self._data[key] for key in keys if key in self._data}
+
+    def said_of_keys(self, error: InputError) -> InputError:
+        """Returns an error of the config that was made of these keys, with their names (`named_keys.with_keys`)."""
+        return with_keys(error, {key: self._data.get(key, self._defaults.get(key)) for key in self._taken}, self._data)
 
     def unread_keys(self) -> dict[str, Any]:
         """Returns the keys that were not read, which are written back unchanged on export."""
@@ -171,19 +183,20 @@ class HFConfig:
 
         Keys in `harmless` change nothing in this family; the caller allows those in `ignored`, such as `object.key`.
         """
-        read = self._taken | self._checked | self._defaults.keys() | set(harmless)
+        read = self._taken.keys() | self._checked | self._defaults.keys() | set(harmless)
         unknown = [key for key, value in self._data.items() if key not in read and not is_harmless(key, value)]
         unknown = [key for key in unknown + self._unknown_inside if key not in ignored]
         if unknown:
             raise InputError(
                 f"config.json: {shown(unknown[0])}{f' and {len(unknown) - 1} more keys' if unknown[1:] else ''} may "
                 f"change what the model computes, in a way that is not supported; if not, say so with "
-                f"moe-jax convert --ignore-keys {clipped(','.join(unknown))}"
+                f"moe-jax convert --ignore-keys {clipped(','.join(map(_on_a_line, unknown)))}"
             )
 
     def _take(self, key: str, expected: str, is_valid: Any) -> Any:
         key = self._names.get(key, key)
-        self._taken.add(key)
+        self._taken.pop(key, None)
+        self._taken[key] = None
         value = self._data.get(key, self._defaults.get(key))
         if value is not None and not is_valid(value):
             raise InputError(f"config.json: {key!r} is {shown(value)}, expected {expected}")
@@ -193,3 +206,8 @@ class HFConfig:
 def is_integer(value: Any) -> TypeGuard[int]:
     """Whether a JSON value is an integer of 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and fits_64_bits(value)
+
+
+def _on_a_line(key: str) -> str:
+    """Returns the name of a key, with characters that would break a line escaped."""
+    return key if key.isprintable() else repr(key)[1:-1]

@@ -64,7 +64,10 @@ def read_hf_config(
     if family.sees is not None:
         data = vision_format_named(family.sees).completed(data)
     keys = HFConfig(data, family.defaults, family.names)
-    config = family.read(keys)
+    try:
+        config = family.read(keys)
+    except InputError as error:
+        raise keys.said_of_keys(error) from None
     if family.sees is not None:
         config = vision_format_named(family.sees).read(keys, parts._replace(text=config))
     if config.moe_layers:

@@ -1,6 +1,7 @@
 """`ModelConfig`: a frozen, complete description of a model, and of what it sees with."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -274,7 +275,7 @@ class ModelConfig:
         """Number of layers, those of an encoder included."""
         return len(self.layers)
 
-    @property
+    @functools.cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers that hold an MoE."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoEConfig))

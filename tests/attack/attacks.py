@@ -41,6 +41,7 @@ class Attack:
         from the original, or from another reader.
       quick: how many inputs the tests try.
       share: how many the long run tries, in proportion to those of other classes; None: as many as the tests.
+      least: how many the long run tries at least, whatever the share.
       max_seconds: of processor time that reading may take; more only where what is read is worked on, too.
       max_bytes: of memory that reading may take, above what the process had.
       besides: returns the processor time that other processes of the reader have taken so far, in seconds, and the
@@ -54,6 +55,7 @@ class Attack:
     wrong: Callable[[Any, Path, Any], str | None] = nothing_wrong
     quick: int = 200
     share: int | None = None
+    least: int = 0
     max_seconds: float = 5.0
     max_bytes: int = 500_000_000
     besides: Callable[[], tuple[float, int]] = nothing_besides

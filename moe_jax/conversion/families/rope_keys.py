@@ -145,13 +145,14 @@ def _one_dict(config: HFConfig) -> dict[str, Any]:
 
 
 def _scaling(values: dict[str, Any]) -> Any:
-    given = [values.pop(key, None) for key in ("rope_type", "type")]
-    names = [name for name in given if name is not None] or ["default"]
-    for name in names:
+    given = {key: values.pop(key, None) for key in ("rope_type", "type")}
+    named = {key: name for key, name in given.items() if name is not None} or {"rope_type": "default"}
+    for key, name in named.items():
         if not isinstance(name, str) or name not in SCALINGS:
             hint = nearest(name, SCALINGS) if isinstance(name, str) else ""
             known = ", ".join(SCALINGS)
-            raise InputError(f"config.json: unknown rope type {shown(name)}{hint}; known: {known}")
+            raise InputError(f"config.json: unknown rope type {shown(name)}{hint} as {key!r}; known: {known}")
+    names = list(named.values())
     if len(set(names)) > 1:
         raise InputError(f"config.json: rope parameters name two types, {' and '.join(sorted(names))}; keep one")
     return SCALINGS[names[0]]

@@ -25,13 +25,15 @@ ACTIVATIONS: dict[str, Any] = {
     "relu2": "relu2",
 }
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 # --- reading --------------------------------------------------------------------------------------
 
 
 def read_attention(config: HFConfig, *, biases: Projections = (), **kwargs: Any) -> AttentionConfig:
     """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`."""
     config.require("hidden_size", "num_attention_heads")
-    d_model, num_heads = config.required_integer("hidden_size"), config.required_integer("num_attention_heads")
+    d_model, num_heads = config.required_size("hidden_size"), config.required_integer("num_attention_heads")
     num_kv_heads, head_dim = config.integer("num_key_value_heads"), config.integer("head_dim")
     if head_dim is None:
         if num_heads < 1 or d_model % num_heads:
@@ -54,7 +56,7 @@ def check_heads_fill_width(config: HFConfig, attention: AttentionConfig, family:
 
     Transformers would rotate heads of one width and multiply heads of another.
     """
-    d_model = config.required_integer("hidden_size")
+    d_model = config.required_size("hidden_size")
     if attention.num_heads * attention.head_dim != d_model:
         raise InputError(
             f"config.json: in the format of {family!r} head_dim is hidden_size / num_attention_heads = {d_model} / "
@@ -121,7 +123,7 @@ def read_decoder(
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
-        d_model=config.required_integer("hidden_size"),
+        d_model=config.required_size("hidden_size"),
         max_positions=max_positions,
         layers=tuple(layers),
         rope=rope or read_rope(config, max_positions=max_positions, head_dim=_rotated_width(layers)),
@@ -149,7 +151,11 @@ def read_eos(config: HFConfig, vocab_size: int) -> tuple[int, ...]:
 def read_dtype(config: HFConfig) -> Any:
     """Reads `dtype` (Transformers 5) or `torch_dtype` (4); a config with neither means float32."""
     new, old = config.text("dtype"), config.text("torch_dtype")
-    return (new or old or "float32").removeprefix("torch.")
+    name = (new or old or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        hint, key, known = nearest(name, DTYPES), "dtype" if new else "torch_dtype", ", ".join(DTYPES)
+        raise InputError(f"config.json: unknown dtype {shown(name)}{hint} as {key!r}; known: {known}")
+    return name
 
 
 def repeat_layers(config: HFConfig, attention: AttentionConfig, mlp: FFNConfig | MoEConfig) -> list[LayerConfig]:

@@ -1,6 +1,7 @@
 """config.json of Hugging Face, of every family."""
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -13,18 +14,28 @@ from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import config_from_json, config_to_json
 from tests.attack.attacks import Attack
-from tests.attack.mutations import mutated_json
+from tests.attack.mutations import json_bytes, mutated_json
+from tests.attack.wrong_keys import Change, changed, changes_of
 from tests.support.hf_checkpoints import CONFIGS
 
 
 def attack_on(name: str) -> Attack:
-    """Mutations of the config of a family."""
+    """Mutations of the config of a family: every second one says something wrong of a key, the others are by chance."""
 
     def make(chance: random.Random, original: dict[str, Any], folder: Path) -> None:
-        (folder / "config.json").write_bytes(mutated_json(chance, original))
+        if chance.random() < 0.5:
+            data = json_bytes(changed(original, chance.choice(_changes_of(name))))
+        else:
+            data = mutated_json(chance, original)
+        (folder / "config.json").write_bytes(data)
 
     return Attack(name=f"config.json of {name}", original=lambda: CONFIGS[name], make=make, read=_read, wrong=_wrong,
-                  quick=30)  # fmt: skip
+                  quick=30, least=288)  # fmt: skip
+
+
+@functools.cache
+def _changes_of(name: str) -> list[Change]:
+    return list(changes_of(CONFIGS[name]))
 
 
 def _read(folder: Path, out: Path) -> ModelConfig:
@@ -34,6 +45,11 @@ def _read(folder: Path, out: Path) -> ModelConfig:
 
 
 def _wrong(original: dict[str, Any], folder: Path, config: ModelConfig) -> str | None:
+    return wrong_about(original, read_json_object(folder / "config.json", allow=ANYTHING), config)
+
+
+def wrong_about(original: dict[str, Any], written: dict[str, Any], config: ModelConfig) -> str | None:
+    """Says what is wrong about a config that was read from the keys `written`, which those of `original` were."""
     faults = list(impossible_values("", config))
     if faults:
         return ", ".join(faults[:3])
@@ -41,10 +57,9 @@ def _wrong(original: dict[str, Any], folder: Path, config: ModelConfig) -> str |
         return "it is another config after it was written as ours"
     if read_hf_config(json.loads(json.dumps(write_hf_config(config)))) != config:
         return "it is another config after it was written as theirs"
-    written = read_json_object(folder / "config.json", allow=ANYTHING)
     for key in original.keys() & written.keys() - config.foreign.keys():
         ours, theirs = original[key], written[key]
-        if theirs is not None and _kind(ours) != _kind(theirs):
+        if None not in (ours, theirs) and _kind(ours) != _kind(theirs) and key != "eos_token_id":  # or a list of them
             return f"{key} was taken although it is {str(theirs)[:80]!r}"
     return None
 

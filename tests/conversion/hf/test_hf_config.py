@@ -568,7 +568,7 @@ def test_bad_configs_of_single_families():
         ("gpt_oss", {"swiglu_alpha": 1.0}, "'swiglu_alpha' is 1.0, only 1.702"),
         ("gpt_oss", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu', only 'silu'"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
-        ("gemma", {"hidden_size": 0}, "hidden_size=0 must"),
+        ("gemma", {"hidden_size": 0}, "'hidden_size' is 0, expected 1"),
         ("t5", {"num_layers": 0}, "num_layers=0 must"),
         ("t5", {"num_decoder_layers": -1}, "num_decoder_layers=-1 must"),
         ("t5", {"num_layers": 6000, "num_decoder_layers": 4001}, "10001 layers"),

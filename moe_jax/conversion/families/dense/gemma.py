@@ -25,9 +25,7 @@ _DEFAULTS = {
 
 
 def _read(config: HFConfig, family: str, layers: list[LayerConfig], **kwargs: Any) -> ModelConfig:
-    d_model = config.required_integer("hidden_size")
-    if d_model < 1:
-        raise InputError(f"config.json: hidden_size={d_model} must be at least 1")
+    d_model = config.required_size("hidden_size")
     # Rounded to the dtype of the activations, as in Transformers.
     return usual.read_decoder(config, family, layers, norm="rms_plus_one", embed_scale=math.sqrt(d_model), **kwargs)
 

@@ -60,7 +60,7 @@ def _read_mamba(config: HFConfig) -> Mamba2Config:
     config.must_be("hidden_act", "silu")
     config.must_be("time_step_limit", *_ANY_STEP)
     heads = config.required_integer("mamba_n_heads")
-    width = config.required_integer("mamba_expand") * config.required_integer("hidden_size")
+    width = config.required_integer("mamba_expand") * config.required_size("hidden_size")
     given = config.given_among(["mamba_d_head"]).get("mamba_d_head", "auto")
     if given != "auto" and not is_integer(given):
         raise InputError(f"config.json: 'mamba_d_head' is {shown(given)}, expected an integer or 'auto'")

@@ -34,7 +34,7 @@ def _read_mixers(config: HFConfig, types: tuple[str, ...]) -> list[AttentionConf
         raise InputError(f"config.json: of {len(types)} layers none has attention; models without any are unsupported")
     attention = usual.read_attention(config, qk_norm="head")
     convolution = ShortConvConfig(
-        channels=config.required_integer("hidden_size"),
+        channels=config.required_size("hidden_size"),
         conv_width=config.required_integer("conv_L_cache"),
         bias=config.flag("conv_bias"),
     )

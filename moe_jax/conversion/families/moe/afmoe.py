@@ -55,7 +55,7 @@ def _read(config: HFConfig) -> ModelConfig:
         balance_coef=0.0,
     )
     layers = [replace(layer, norm_position="both") for layer in layers]
-    scale = math.sqrt(config.required_integer("hidden_size")) if config.flag("mup_enabled") else 1.0
+    scale = math.sqrt(config.required_size("hidden_size")) if config.flag("mup_enabled") else 1.0
     return usual.read_decoder(config, "afmoe", layers, embed_scale=scale)
 
 

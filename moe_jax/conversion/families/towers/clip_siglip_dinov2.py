@@ -129,7 +129,7 @@ _DINO = "embeddings.patch_embeddings.projection"
 def _read_dinov2(keys: HFConfig) -> ModelConfig:
     keys.must_be("use_swiglu_ffn", False)
     keys.must_be("qkv_bias", True)
-    width, ratio = keys.required_integer("hidden_size"), keys.required_number("mlp_ratio")
+    width, ratio = keys.required_size("hidden_size"), keys.required_number("mlp_ratio")
     return read_tower(
         keys, "dinov2", tower_ffn(keys, int(width * ratio)), branch_scales=True, bias=True, class_token=True
     )

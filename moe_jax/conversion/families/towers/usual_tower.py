@@ -39,7 +39,7 @@ def read_tower(
     Its patches have a class token, a bias or norms as `PatchesConfig` names them; it has a final norm, if nothing else
     is said, where none stands aside.
     """
-    width, heads = keys.required_integer("hidden_size"), keys.required_integer("num_attention_heads")
+    width, heads = keys.required_size("hidden_size"), keys.required_integer("num_attention_heads")
     if heads < 1 or width % heads:
         raise InputError(f"config.json: hidden_size={width} cannot be divided by num_attention_heads={heads}")
     size, side = _side(keys, "patch_size"), _side(keys, "image_size")
