@@ -124,7 +124,7 @@ def compiled(mesh: Mesh, config: ModelConfig, rows: int, length: int, *, in_orde
         (dtype, tuple(int(size) for size in sizes.split(",")))
         for dtype, sizes in re.findall(r"\b((?:bf|f)\d+)\[([\d,]+)\]", text)
     }
-    dtype, sizes = max(floats, key=lambda one: math.prod(one[1]))
+    dtype, sizes = max(floats, key=lambda one: (math.prod(one[1]), one))  # of several, always the same
     moe = config.moe(0)
     of_experts = moe.num_experts * config.d_model * moe.expert.dim
     if math.prod(sizes) >= of_experts:
