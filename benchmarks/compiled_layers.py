@@ -1,12 +1,13 @@
 """Single layers of large models, whose experts are in codes of 4 bits, compiled for a TPU v5e and an H100.
 
-    python benchmarks/compiled_layers.py [--compile v5e:2x2 h100:1] [--out benchmarks/results]
+    python benchmarks/compiled_layers.py [--compile v5e:2x2 h100:1] [--only WORD ...] [--out benchmarks/results]
 
 No device is needed, but the compilers are: libtpu, and JAX's CUDA plugin, which may be in another environment, as rows
 stay in the file. The layers are of true size, on one device, in bfloat16: gpt-oss-120b with and without a window, its
-experts in MXFP4 as `convert --codes keep` has them, and Qwen3-Next-80B-A3B with the delta rule. Each is compiled for
-a text of 3072 tokens that begins, and for a token more of each of 32 rows of up to 3072. Codes must stay codes: no
-array of floating-point numbers may be as large as one matrix of all experts.
+experts in MXFP4 as `convert --codes keep` has them; and with experts of 4 bits Qwen3-Next-80B-A3B with the delta rule,
+DeepSeek-V3.2 with its indexer, and layers with Mamba-2 and short convolutions. Each is compiled for a text of 3072
+tokens that begins, and for a token more of each of 32 rows of up to 3072. Codes must stay codes: no array of floating-
+point numbers may be as large as one matrix of all experts.
 
 XLA lays out arguments on TPUs as they are padded least, which may put the axis of experts last; `in order` are
 programs that take the experts' arrays in the order of their axes. OUT receives `compiled_layers.json`.
@@ -58,6 +59,26 @@ QWEN3_NEXT = {
     "vocab_size": 151936,
     "max_position_embeddings": 262144,
 }
+DEEPSEEK_V32 = {
+    "model_type": "deepseek_v32", "hidden_size": 7168, "num_hidden_layers": 4, "first_k_dense_replace": 3,
+    "intermediate_size": 18432, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+}  # fmt: skip
+MAMBA2 = {
+    "model_type": "granitemoehybrid", "hidden_size": 4096, "intermediate_size": 768, "num_hidden_layers": 2,
+    "layer_types": ["mamba", "attention"], "num_attention_heads": 32, "num_key_value_heads": 8, "mamba_n_heads": 128,
+    "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "num_local_experts": 72, "num_experts_per_tok": 10,
+    "shared_intermediate_size": 1536, "vocab_size": 100352, "max_position_embeddings": 131072,
+}  # fmt: skip
+SHORT_CONVOLUTIONS = {
+    "model_type": "lfm2_moe", "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 2,
+    "num_dense_layers": 0, "layer_types": ["conv", "full_attention"], "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792,
+    "vocab_size": 65536, "max_position_embeddings": 128000,
+}  # fmt: skip
 MXFP4 = BankConfig(kind="quantized", bits=4, group_size=32, table=True, scale_bits=32, base="none")
 FOUR_BITS = BankConfig(kind="quantized", bits=4, group_size=128)
 
@@ -83,6 +104,9 @@ LAYERS = {
     "gpt-oss-120b, window of 128": TrueLayer(GPT_OSS, 0, MXFP4),
     "gpt-oss-120b, no window": TrueLayer(GPT_OSS, 1, MXFP4),
     "Qwen3-Next-80B-A3B, delta rule": TrueLayer(QWEN3_NEXT, 0, FOUR_BITS),
+    "DeepSeek-V3.2, indexer": TrueLayer(DEEPSEEK_V32, 3, FOUR_BITS),
+    "72 experts, Mamba-2 of 128 heads": TrueLayer(MAMBA2, 0, FOUR_BITS),
+    "32 experts, short convolutions": TrueLayer(SHORT_CONVOLUTIONS, 0, FOUR_BITS),
 }
 PROGRAMS = {f"1 x {CONTEXT} tokens": (1, CONTEXT), f"{ROWS} x 1 token": (ROWS, 1)}
 
@@ -90,6 +114,7 @@ PROGRAMS = {f"1 x {CONTEXT} tokens": (1, CONTEXT), f"{ROWS} x 1 token": (ROWS, 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--compile", nargs="+", default=["v5e:2x2", "h100:1"], metavar="TOPOLOGY", help="for these")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="layers whose names contain one")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     figures = Figures("compiled_layers", options.out, writes=True)
@@ -97,6 +122,8 @@ def main() -> None:
     for topology in options.compile:
         mesh = Mesh(np.array(described_devices(topology)[:1]), ("data",))
         for layer, true_layer in LAYERS.items():
+            if not any(word in layer for word in options.only):
+                continue
             for program, shape in PROGRAMS.items():
                 # GPUs take all arrays in the order of their axes.
                 for in_order in (False,) if is_gpu(topology) else (False, True):
