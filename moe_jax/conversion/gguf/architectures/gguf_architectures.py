@@ -6,7 +6,7 @@ tensors differ.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_jax.conversion.families import family_named
 from moe_jax.conversion.gguf.architectures.gguf_deepseek import DEEPSEEK
@@ -230,7 +230,7 @@ def architecture_for(config: ModelConfig) -> tuple[str, Architecture]:
     for name, architecture in ARCHITECTURES.items():
         if config.family in architecture.families:
             return name, architecture
-    raise _not_written(config.family)
+    _refuse(config.family)
 
 
 def check_written(config: ModelConfig) -> None:
@@ -243,12 +243,12 @@ def check_written(config: ModelConfig) -> None:
     formats = family.moe_formats if moves else (family.name,)
     known = {name for architecture in ARCHITECTURES.values() for name in architecture.families}
     if formats and not known.intersection(formats):
-        raise _not_written(formats[0])
+        _refuse(formats[0])
 
 
-def _not_written(family: str) -> InputError:
+def _refuse(family: str) -> NoReturn:
     known = (name for architecture in ARCHITECTURES.values() for name in architecture.families)
-    return InputError(
+    raise InputError(
         f"GGUF files of the family {family!r} are not written, known: {', '.join(known)}; llama.cpp's own "
         "script may convert an exported checkpoint"
     )
