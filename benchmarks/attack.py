@@ -3,10 +3,9 @@
     python benchmarks/attack.py [--inputs 20000] [--each N] [--only WORD ...] [--jobs 2] [--out benchmarks/results]
 
 Tries inputs of all classes of `tests/attack/classes/`, of each in proportion to its share, of the config of each family
-at least 288, and prints what became of
-them and each one that did harm; for classes with bounds of their own also what the worst took. OUT receives
-`attack.json`, after every hundred inputs; a run that was stopped is continued, except for classes that another
-commit tried. Exits with code 1 if any input did harm.
+at least 288, and prints what became of them and each one that did harm; for classes with bounds of their own also what
+the worst took. OUT receives `attack.json`, after every hundred inputs; a run that was stopped is continued, except for
+classes that another commit tried. Exits with code 1 if any input did harm.
 `--one CLASS NUMBER` tries one input alone.
 """
 
