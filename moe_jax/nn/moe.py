@@ -213,7 +213,7 @@ def stats_per_layer(
     The arrays are unstacked, and may be NumPy's. `routers` are those of the model, if its layers were replaced.
     """
     per_layer = {}
-    for position, stats in zip(routers or _routers(config, len(router)), router, strict=True):
+    for position, stats in zip(_routers(config, len(router)) if routers is None else routers, router, strict=True):
         if position.of_perft == of_perft:
             for repeat, layer in enumerate(position.layers):
                 per_layer[layer] = RouterStats(*(field[repeat] for field in stats))

@@ -23,6 +23,7 @@ from moe_jax.distributed.processes import is_first_process
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import LocalFolder, as_path
 from moe_jax.nn import Decoder
+from moe_jax.nn.further.further_loss import further_routers
 from moe_jax.nn.moe import stats_per_layer
 from moe_jax.nn.projector import tokens_per_picture
 from moe_jax.training.step import StepMetrics
@@ -132,7 +133,8 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
 
     Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (added to the loss), `grad_norm`,
     `learning_rate` (of a step that was made with a schedule), `tokens`, `scored_tokens`; with a teacher `distill_loss`
-    (see `StepMetrics`); with further layers that are trained `mtp_loss` (likewise); of a batch that may have pictures
+    (see `StepMetrics`); with further layers that are trained `mtp_loss` (likewise), and if they are MoEs
+    `mtp_expert_load` and `mtp_dropped` (by their own index, from 0); of a batch that may have pictures
     their number, `pictures`; for a model with an encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one
     with MoE layers `balance_loss`, `z_loss` and `cv_loss` (means over the layers, without coefficients; if asked for
     also `sequence_balance_loss`), `expert_load` and `dropped` (by layer index); if PEFT experts have routers of their
@@ -154,6 +156,10 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
         record["distill_loss"] = float(metrics.distillation)
     if metrics.further is not None:
         record["mtp_loss"] = float(metrics.further)
+        of_further = further_routers(config, config.further_layers)
+        if ahead := stats_per_layer(config, metrics.further_router, routers=of_further[: len(metrics.further_router)]):
+            record["mtp_expert_load"] = {str(i): [round(float(x), 6) for x in one.load] for i, one in ahead.items()}
+            record["mtp_dropped"] = {str(i): float(one.dropped) for i, one in ahead.items()}
     if metrics.picture_tokens is not None and config.vision is not None:
         record["pictures"] = int(metrics.picture_tokens) // tokens_per_picture(config.vision, config.d_model)
     if config.has_encoder:

@@ -179,7 +179,8 @@ def changed_paths(recipe: Recipe, model: Decoder) -> frozenset[str]:
     if further is not None and partition.train is None:
         layers = "|".join(map(str, range(further.depth)))
         trained |= trainable_paths(model, train=[f"{FURTHER}({layers})/.*"], freeze=partition.freeze)
-    return trained | moved_biases(model, recipe.moe.bias_update_rate)
+    depth = 0 if further is None else further.depth
+    return trained | moved_biases(model, recipe.moe.bias_update_rate, further=depth)
 
 
 def check_tower_is_frozen(trainable: Collection[str]) -> None:

@@ -83,6 +83,7 @@ class StepMetrics(NamedTuple):
       picture_tokens: number of tokens whose places features of pictures took; None: the batch has no slots.
       further: mean of the losses of the layers that predict tokens after the next, without its weight in the loss;
         None: they have none.
+      further_router: statistics of every router of these layers.
     """
 
     loss: Float[Array, ""]
@@ -97,6 +98,7 @@ class StepMetrics(NamedTuple):
     distillation: Float[Array, ""] | None = None
     picture_tokens: Int[Array, ""] | None = None
     further: Float[Array, ""] | None = None
+    further_router: StackedStats = ()
 
 
 class FurtherTokens(NamedTuple):
@@ -191,7 +193,7 @@ def make_step(
 
         if accumulation == 1:
             found = jax.grad(loss_of_micro, has_aux=True)(params, (batch, 0))
-            grads, (loss, router, distillation, predicted) = found
+            grads, (loss, router, distillation, (predicted, further_router)) = found
             grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
         else:
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
@@ -201,8 +203,8 @@ def make_step(
                 router = router_statistics(graphdef, params, frozen, numbered, key)
                 slopes = slopes_of_auxiliary_loss(model, router)
             of_micro = partial(loss_of_micro, slopes=slopes)
-            grads, (losses, stats, divergences, each) = sum_of_gradients(of_micro, params, numbered)
-            loss, router = jnp.sum(losses), over_microbatches(stats)
+            grads, (losses, stats, divergences, (each, of_further)) = sum_of_gradients(of_micro, params, numbered)
+            loss, router, further_router = jnp.sum(losses), over_microbatches(stats), over_microbatches(of_further)
             distillation = None if divergences is None else jnp.sum(divergences)
             predicted = None if each is None else jnp.sum(each)
 
@@ -220,10 +222,12 @@ def make_step(
             distillation=distillation,
             picture_tokens=jnp.sum(batch["slots"] > 0) if "slots" in batch else None,
             further=predicted,
+            further_router=further_router,
         )
         params = updated_params(params, updates, jax.random.fold_in(key, _ROUNDING))
         if jax.tree.leaves(biases):
-            params = nnx.merge_state(params, biases_after_step(biases, model, router, bias_update_rate))
+            moved = biases_after_step(biases, model, router, bias_update_rate, further_router)
+            params = nnx.merge_state(params, moved)
         average = None
         if state.ema is not None and ema_decay is not None:
             average = _next_average(state.ema, params, state.step + 1, ema_decay)
@@ -245,10 +249,10 @@ def make_loss(
     """Makes the loss of a microbatch, which a step differentiates by its first argument; arguments as in `make_step`.
 
     It is `(params, frozen, batch, scored, key, taught, slopes) -> (loss, (cross-entropy of the tokens, router
-    statistics, divergence from the teacher, loss of further tokens))`, where `scored` is the weight of all tokens of
-    the batch, and `taught` has a teacher's parameters; without one, it and the divergence are None, and so is the last
-    without `further`. `slopes` are those of the auxiliary losses (`slopes_of_auxiliary_loss`); None: the microbatch is
-    the batch.
+    statistics, divergence from the teacher, (loss of further tokens, statistics of their routers)))`, where `scored` is
+    the weight of all tokens of the batch, and `taught` has a teacher's parameters; without one, it and the divergence
+    are None, and so is the loss of further tokens without `further`. `slopes` are those of the auxiliary losses
+    (`slopes_of_auxiliary_loss`); None: the microbatch is the batch.
     """
 
     def microbatch_loss(
@@ -278,11 +282,13 @@ def make_loss(
             auxiliary = _auxiliary_loss(model, out.router)
         else:
             auxiliary = optax.tree.vdot(slopes, tuple(map(sums_of, out.router)))
-        predicted = None
+        predicted, of_further = None, ()
         if further is not None:
-            predicted = further_loss(model, out.x, {**batch, "weights": weights}, depth=further.depth, key=key)
+            predicted, of_further = further_loss(
+                model, out.x, {**batch, "weights": weights}, depth=further.depth, key=key
+            )
             loss = loss + further.weight * predicted
-        return loss + auxiliary, (cross_entropy, out.router, divergence, predicted)
+        return loss + auxiliary, (cross_entropy, out.router, divergence, (predicted, of_further))
 
     return microbatch_loss
 

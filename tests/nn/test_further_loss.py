@@ -65,7 +65,8 @@ def random_model() -> Decoder:
 def test_packed_documents_have_the_losses_of_each_by_itself():
     model, batch = random_model(), random_batch(0, 2, 10)
     given = {name: batch[name] for name in ("segment_ids", "positions")}
-    found = further_loss(model, model.activations(batch["tokens"], **given).x, batch, depth=DEPTH)
+    found, stats = further_loss(model, model.activations(batch["tokens"], **given).x, batch, depth=DEPTH)
+    assert [one.load.shape for one in stats] == [(1, 4)] * DEPTH and float(stats[1].tokens[0]) == 20
     np.testing.assert_allclose(found, by_hand(model, batch), rtol=2e-5)
     assert found > 10  # of some ten tokens
 

@@ -65,8 +65,7 @@ def test_a_deepseek_is_trained_with_them_and_exported(tmp_path):
     }
     copies = {f"{place}embed_tokens.weight", f"{place}shared_head.head.weight"}
     further = {name for name in tensors if name.startswith(place)} - copies
-    # Experts that no token goes to have no gradient but decay; the bias of selection of a further layer stays.
-    assert changed["with"] >= further - {f"{place}mlp.gate.e_score_correction_bias"}
+    assert changed["with"] >= further  # the bias of selection, too
     assert not changed["without"] & further and copies <= changed["with"] and copies <= changed["without"]
     out = read_tensors(tmp_path / "with")
     np.testing.assert_array_equal(out[f"{place}embed_tokens.weight"], out["model.embed_tokens.weight"])
@@ -91,8 +90,43 @@ def test_models_without_such_layers_are_refused():
         make_program(recipe_of(mtp=MTPSection(depth=3)), CONFIG, jax.devices()[:1])
     with pytest.raises(InputError, match="weight"):
         MTPSection(weight=0.0)
-    # The loads of further layers are not reported, and so their biases are not moved.
-    biased = dataclasses.replace(plain, further_layers=1)
-    program = make_program(recipe_of(moe=MoESection(bias_update_rate=0.1)), biased, jax.devices()[:1])
-    moved = [path for path in program.trainable if "selection_bias" in path]
-    assert moved == ["stack/segments/0/blocks/0/mlp/router/selection_bias"]
+
+
+BIASED = dataclasses.replace(config_of(moe(selection=SelectionConfig(bias=True), balance_coef=0.0)), further_layers=2)
+OWN_BIAS = "stack/segments/0/blocks/0/mlp/router/selection_bias"
+
+
+@pytest.mark.parametrize(("mtp", "layers"), [(None, ()), (MTPSection(depth=1), (0,)), (MTPSection(), (0, 1))])
+def test_biases_of_layers_that_are_run_are_moved(mtp, layers):
+    recipe = recipe_of(moe=MoESection(bias_update_rate=0.1), mtp=mtp)
+    program = make_program(recipe, BIASED, jax.devices()[:1])
+    moved = {path for path in program.trainable if "selection_bias" in path}
+    assert moved == {OWN_BIAS, *(f"further/{layer}/block/mlp/router/selection_bias" for layer in layers)}
+
+
+@long
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_biases_move_against_the_loads_that_are_reported(accumulation):
+    train, rate = TrainSection(steps=1, batch_size=16, accumulation=accumulation), 0.25
+    recipe = recipe_of(steps=1, mtp=MTPSection(), moe=MoESection(bias_update_rate=rate), train=train)
+    records = []
+    rows = [np.concatenate([ROWS[0], 263 - ROWS[0]])]
+    decoder, _ = train_on_batches(recipe, SimpleNamespace(config=BIASED), rows, on_step=records.append)
+    (loads,) = (record["mtp_expert_load"] for record in records)
+    assert loads.keys() == records[0]["mtp_dropped"].keys() == {"0", "1"} and loads["0"] != loads["1"]
+    for layer, load in loads.items():
+        bias = decoder.further[int(layer)].block.mlp.router.selection_bias[...]
+        np.testing.assert_allclose(sum(load), 1.0, atol=1e-5)
+        np.testing.assert_array_equal(bias, rate * np.sign(1 / len(load) - np.asarray(load)))
+
+
+@long
+def test_what_is_computed_again_changes_nothing():
+    found = {}
+    for remat in ("none", "dots", "full"):
+        recipe = recipe_of(steps=1, mtp=MTPSection())
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat=remat))
+        found[remat] = trained(recipe)[0]
+    for remat in ("dots", "full"):
+        for key in ("mtp_loss", "loss", "grad_norm"):
+            np.testing.assert_allclose(found[remat][key], found["none"][key], rtol=1e-5)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.block import make_layer
 from moe_jax.nn.context import Context
@@ -31,8 +32,10 @@ class FurtherLayer(nnx.Module):
 
     def __call__(
         self, hidden: Float[Array, "B T d"], embedded: Float[Array, "B T d"], context: Context, key: Array | None = None
-    ) -> Float[Array, "B T d"]:
-        """Returns the activations that the next such layer is given; `final_norm` of them is for the head.
+    ) -> tuple[Float[Array, "B T d"], tuple[RouterStats, ...]]:
+        """Returns the activations that the next such layer is given, and the statistics of the layer's routers.
+
+        `final_norm` of the activations is for the head.
 
         Args:
           hidden: what the layer before made of every token.
@@ -41,4 +44,5 @@ class FurtherLayer(nnx.Module):
           key: the layer's random key in training; None: deterministic.
         """
         joined = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
-        return self.block(self.joint(joined), context, None, key)[0]
+        x, _, stats = self.block(self.joint(joined), context, None, key)
+        return x, stats

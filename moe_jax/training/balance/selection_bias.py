@@ -17,6 +17,7 @@ from moe_jax.experts.linear import Fixed
 from moe_jax.functional.routing import RouterStats
 from moe_jax.model_io.loading import FURTHER, disk_paths
 from moe_jax.nn import Decoder
+from moe_jax.nn.further.further_loss import further_routers
 from moe_jax.nn.moe import Router, StackedStats
 
 _NAME = "/router/selection_bias"
@@ -27,17 +28,18 @@ def is_selection_bias(path: str) -> bool:
     return path.endswith(_NAME)
 
 
-def moved_biases(model: Decoder, rate: float) -> frozenset[str]:
+def moved_biases(model: Decoder, rate: float, *, further: int = 0) -> frozenset[str]:
     """Returns the paths in memory of the biases of selection that steps with this rate move.
+
+    Of layers that predict tokens after the next, the first `further` are run in a step, and their routers report.
 
     Raises:
       InputError: for a rate above 0, if the model has no MoE, or one whose router has no such bias.
     """
     if not rate:
         return frozenset()
-    paths = map(path_name, _paths(nnx.state(model, Fixed)))
-    # The loads of further layers are not reported.
-    found = frozenset(path for path in paths if is_selection_bias(path) and not path.startswith(FURTHER))
+    paths = filter(is_selection_bias, map(path_name, _paths(nnx.state(model, Fixed))))
+    found = frozenset(path for path in paths if not path.startswith(FURTHER) or _number(path) < further)
     layers = {layer for router in model.routers() if not router.of_perft for layer in router.layers}
     biased = {name for path in found for name in disk_paths(model.config, path, model=model)}
     without = [layer for layer in layers if _on_disk(layer) not in biased]
@@ -59,7 +61,11 @@ def without_biases(params: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def biases_after_step(
-    biases: nnx.State, model: Decoder, router: StackedStats, rate: float | Float[Array, ""]
+    biases: nnx.State,
+    model: Decoder,
+    router: StackedStats,
+    rate: float | Float[Array, ""],
+    further: StackedStats = (),
 ) -> nnx.State:
     """Returns the biases after a step, float32.
 
@@ -68,6 +74,10 @@ def biases_after_step(
       model: the model of the step, which says which router reports where.
       router: statistics over all tokens of the batch, in the order of `model.routers()`.
       rate: by how much each bias moves, up or down.
+      further: likewise of the layers that predict tokens after the next, as `further_loss` returns them.
+
+    Raises:
+      InputError: if there is a bias of a layer that predicts tokens after the next, and that did not report.
     """
     stats = {
         _on_disk(position.layers[0]): (position, one)
@@ -75,8 +85,15 @@ def biases_after_step(
         if not position.of_perft
     }
 
-    def moved(path: tuple, bias: Float[Array, "R E"]) -> Float[Array, "R E"]:
-        first = disk_paths(model.config, path_name(path), model=model)[0]
+    of_further = list(zip(further_routers(model.config, model.config.further_layers), further, strict=False))
+
+    def moved(path: tuple, bias: Float[Array, "*R E"]) -> Float[Array, "*R E"]:
+        name = path_name(path)
+        if name.startswith(FURTHER):
+            if _number(name) >= len(of_further):
+                raise InputError(f"{name} is moved by the load of a layer that the step does not run: see moved_biases")
+            return bias + jnp.float32(rate) * missing_load(*of_further[_number(name)])[0]
+        first = disk_paths(model.config, name, model=model)[0]
         position, one = stats[first]
         return bias + jnp.float32(rate) * missing_load(position, one)
 
@@ -90,6 +107,11 @@ def missing_load(position: Router, stats: RouterStats) -> Float[Array, "R E"]:
     """
     assignments = jnp.round(stats.load * (stats.tokens * position.top_k)[:, None])
     return jnp.sign(jnp.sum(assignments, axis=-1, keepdims=True) - assignments * stats.load.shape[-1])
+
+
+def _number(path: str) -> int:
+    """Returns which of the further layers a path lies in."""
+    return int(path.removeprefix(FURTHER).partition("/")[0])
 
 
 def _on_disk(layer: int) -> str:
