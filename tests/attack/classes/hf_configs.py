@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_jax.api.open_source import open_source
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config, write_hf_config
+from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
@@ -49,6 +50,12 @@ def _wrong(original: dict[str, Any], folder: Path, config: ModelConfig) -> str |
     return wrong_about(original, read_json_object(folder / "config.json", allow=ANYTHING), config)
 
 
+# Keys whose values may also be lists: of tokens, and in a family, of a number for every layer.
+_LISTS_TOO = {(name, "eos_token_id") for name in FAMILIES} | {
+    ("hunyuan_v1_moe", key) for key in ("num_experts", "moe_topk")
+}
+
+
 def wrong_about(original: dict[str, Any], written: dict[str, Any], config: ModelConfig) -> str | None:
     """Says what is wrong about a config that was read from the keys `written`, which those of `original` were."""
     faults = list(impossible_values("", config))
@@ -64,7 +71,7 @@ def wrong_about(original: dict[str, Any], written: dict[str, Any], config: Model
         return "it is another config after it was written as theirs"
     for key in original.keys() & written.keys() - config.foreign.keys():
         was, stands = original[key], written[key]
-        if None not in (was, stands) and _kind(was) != _kind(stands) and key != "eos_token_id":  # or a list of them
+        if None not in (was, stands) and _kind(was) != _kind(stands) and (config.family, key) not in _LISTS_TOO:
             return f"{key} was taken although it is {str(stands)[:80]!r}"
     return None
 

@@ -155,6 +155,8 @@ FURTHER = Ignored(r"mtp\..*", "of layers that predict tokens after the next, whi
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of the convolutions' kernels, which have a further axis, for `Family.shapes`."""
+    if not config.recurrent_layers:
+        return {}
     rule = config.layers[config.recurrent_layers[0]].recurrence
     return {_CONVOLUTION: (sum(rule.carried.channels), 1, rule.carried.window + 1)}
 
@@ -167,5 +169,7 @@ def groups_of_queries(config: ModelConfig) -> Mapping[str, int]:
 
 def groups_of_key_heads(config: ModelConfig, *tensors: str) -> Mapping[str, int]:
     """Returns the number of heads of keys in some of the delta rule's tensors, for `Family.groups`."""
+    if not config.recurrent_layers:
+        return {}
     rule = config.layers[config.recurrent_layers[0]].recurrence
     return {f"{_THEIRS}.{tensor}.weight": rule.num_splits for tensor in tensors}
