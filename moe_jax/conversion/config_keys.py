@@ -72,7 +72,9 @@ class HFConfig:
         self._data = data
         self._defaults = defaults
         self._names = names
-        self._taken = dict.fromkeys(("model_type", "architectures"))  # in the order in which they were read last
+        self._taken: dict[str, None] = dict.fromkeys(
+            ("model_type", "architectures")
+        )  # in the order in which they were read last
         self._checked: set[str] = set()
         self._kept: dict[str, Any] = {}
         self._unknown_inside: list[str] = []
