@@ -45,12 +45,13 @@ from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import strategy_on
+from moe_jax.model_io.loading import FURTHER
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import Transfer
 from moe_jax.planning.step_time import StateNumbers, StepRoofline, counts_loads_first, step_roofline
 from moe_jax.training.flops import batch_flops
-from moe_jax.training.program import Program, abstract_batch
+from moe_jax.training.program import Program, abstract_batch, further_tokens
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.step import make_loss
 
@@ -102,7 +103,16 @@ class PlacedLeaf(NamedTuple):
 
     @property
     def is_in_stack(self) -> bool:
-        return "segments/" in self.path
+        """Whether it is of a layer, perhaps of one that predicts tokens after the next."""
+        return self.layer is not None
+
+    @property
+    def layer(self) -> str | None:
+        """Which layers have it, as the beginning of its path: a place in a pattern; None: it is of no layer."""
+        if self.path.startswith(FURTHER):
+            return "/".join(self.path.split("/")[:2])
+        names = self.path.split("/")
+        return "/".join(names[: names.index("blocks") + 2]) if "segments/" in self.path else None
 
 
 def placed_leaves(program: Program, mesh: Mapping[str, int]) -> list[PlacedLeaf]:
@@ -185,13 +195,15 @@ def expected_step(
     devices = math.prod(mesh.values())
     step = _Step(recipe, config, leaves, mesh, chip)
     if recipe.model.remat == "full":
-        kept = len(config.layers) * step.tokens * config.d_model * step.number  # the input of every layer
+        # The input of every layer; those that predict tokens after the next have two.
+        inputs = len(config.layers) + 2 * recipe.further_depth(config.further_layers)
+        kept = inputs * step.tokens * config.d_model * step.number
     else:
         kept = math.ceil(whole.kept / (devices // mesh["tensor"]))
     temporaries, sent = step.temporaries(kept), step.transfers()
     model_flops, frozen = whole.model_flops / devices, whole.frozen / devices
     state = StateNumbers(
-        used=sum(leaf.gathered * leaf.layers for leaf in leaves),
+        used=sum(leaf.gathered * leaf.layers for leaf in step.leaves),
         changed=changed,
         trained=sum(leaf.held * leaf.layers for leaf in leaves if leaf.trained),
     )
@@ -200,12 +212,18 @@ def expected_step(
 
 
 class _Step:
-    """A step of a run on a mesh: `tokens` of a microbatch on a device, and `number` bytes for each of their numbers."""
+    """A step of a run on a mesh: `tokens` of a microbatch on a device, and `number` bytes for each of their numbers.
+
+    `leaves` are the parameters that it reads.
+    """
 
     def __init__(
         self, recipe: Recipe, config: ModelConfig, leaves: Sequence[PlacedLeaf], mesh: Mapping[str, int], chip: Chip
     ):
-        self._recipe, self._config, self._leaves, self._mesh, self._chip = recipe, config, leaves, mesh, chip
+        depth = recipe.further_depth(config.further_layers)
+        self._recipe, self._config, self._mesh, self._chip = recipe, config, mesh, chip
+        self.leaves = [leaf for leaf in leaves if not _is_idle(leaf, depth)]
+        self._layers = (*config.layers, *config.layers[-1:] * depth)
         self._microbatches = recipe.train.accumulation
         self._again = recipe.model.remat == "full"
         self._first = counts_loads_first(recipe, config)
@@ -220,7 +238,7 @@ class _Step:
 
     def temporaries(self, kept: int) -> int:
         """Returns the bytes that a step holds beside its arguments, of which a microbatch keeps `kept`."""
-        trained = [leaf for leaf in self._leaves if leaf.trained]
+        trained = [leaf for leaf in self.leaves if leaf.trained]
         gradients = sum(4 * leaf.held * leaf.layers for leaf in trained)
         rounded = [leaf for leaf in trained if leaf.dtype.itemsize < 4]
         if self._microbatches > 1 and rounded:
@@ -238,7 +256,7 @@ class _Step:
         alone = [leaf for leaf in trained if leaf.is_in_stack and not leaf.gathered_over]
         parts = {
             "kernels": self._most_gathered(trained),
-            "frozen kernels": self._most_gathered([leaf for leaf in self._leaves if not leaf.trained]),
+            "frozen kernels": self._most_gathered([leaf for leaf in self.leaves if not leaf.trained]),
             "hidden": self.number * max(hidden),
             "rows": self.number * max(rows) * self._config.d_model,
             "gradients of parts": sum(4 * leaf.held * leaf.layers for leaf in alone if leaf.axes),
@@ -250,12 +268,11 @@ class _Step:
         """Returns the most bytes that are gathered for one layer."""
         sizes: dict[str, int] = {}
         for leaf in leaves:
-            if leaf.is_in_stack and leaf.gathered_over:
-                layer = "/".join(leaf.path.split("/")[: leaf.path.split("/").index("blocks") + 2])
+            if leaf.layer is not None and leaf.gathered_over:
                 # A byte of NF4 holds two codes, each of which becomes a number.
                 packed = 2 * self.number if "/nf4/" in leaf.path else 1
                 itemsize = self.number if leaf.dtype.itemsize > 1 else packed
-                sizes[layer] = sizes.get(layer, 0) + leaf.gathered * itemsize
+                sizes[leaf.layer] = sizes.get(leaf.layer, 0) + leaf.gathered * itemsize
         return max(sizes.values(), default=0)
 
     def _rows_and_hidden(self, mlp: FFNConfig | MoEConfig) -> tuple[float, float]:
@@ -277,7 +294,7 @@ class _Step:
         moes = {layer.mlp for layer in self._config.layers if isinstance(layer.mlp, MoEConfig)}
         base = "(base/)?" if any(self._is_synthesised(moe) for moe in moes) else ""
         explicit = re.compile(rf"(.*/)?experts/{base}[^/]*/kernel")
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             runs, over = self._microbatches * leaf.layers, leaf.gathered_over
             # `over_mesh` gathers kernels [E, i, o] of experts without a base, and the base of synthesised kernels.
             gathered_explicitly = explicit.fullmatch(leaf.path) is not None
@@ -313,7 +330,7 @@ class _Step:
         tokens, runs, again, first = self.tokens, self._microbatches, self._again, self._first
         row = self._config.d_model * self.number
         tensor, expert = self._group(("tensor",)), self._group(("expert",))
-        for layer in self._config.layers:
+        for layer in self._layers:
             # Forward the outputs of both halves of a layer, backward the gradients of their inputs; of these, only the
             # first half's output is computed again: nothing in the layer needs the output of the second.
             yield Transfer("all-reduce", runs * (4 + again + 2 * first), tokens * row, tensor)
@@ -366,9 +383,14 @@ class _Step:
         return tuple(np.arange(math.prod(sizes)).reshape(sizes)[along].reshape(-1).tolist())
 
 
+def _is_idle(leaf: PlacedLeaf, depth: int) -> bool:
+    """Whether a parameter is of a layer that predicts tokens after the next, and no step runs it."""
+    return leaf.path.startswith(FURTHER) and int(leaf.path.split("/")[1]) >= depth
+
+
 def kept_bytes(program: Program, recipe: Recipe) -> int:
     """Returns the bytes that a microbatch keeps for its backward pass, traced by JAX, without parameters and batch."""
-    loss = make_loss(program.graphdef)
+    loss = make_loss(program.graphdef, further=further_tokens(recipe, program.config))
     rows = recipe.train.batch_size // recipe.train.accumulation
     micro = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=rows, accumulation=1))
 

@@ -27,10 +27,7 @@ def active_matmul_params(config: ModelConfig) -> int:
 
     Experts over a shared base count the base once and the deltas of the k chosen experts (methods.md 3).
     """
-    attentions = (one for layer in config.layers for one in (layer.attention, layer.cross) if one is not None)
-    matrices = sum(_entries(attention, config.d_model) for attention in attentions)
-    matrices += sum(_mlp_params(layer, config) for layer in config.layers)
-    return matrices + config.d_model * config.num_outputs
+    return sum(_layer_params(layer, config) for layer in config.layers) + config.d_model * config.num_outputs
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
@@ -42,15 +39,17 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     rematerialisation do not count, and frozen parameters count like trained ones. For cross-attention the projections
     count, as if the source were as long, but not the scores.
     """
-    attention: float = 0
-    for layer in config.layers:
-        if layer.is_recurrent:
-            attention += 3 * layer.recurrence.token_flops
-            continue
-        one = layer.softmax_attention
-        attention += 6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(one, seq_len)
-        attention += _indexer_flops(one, config.d_model, seq_len)
-    return 6 * active_matmul_params(config) + attention
+    return 6 * active_matmul_params(config) + sum(_mixer_flops(layer, config, seq_len) for layer in config.layers)
+
+
+def further_flops_per_token(config: ModelConfig, seq_len: int, depth: int) -> float:
+    """Returns what the loss of `depth` layers that predict tokens after the next adds to `train_flops_per_token`.
+
+    Each is a layer of the form of the last one, a matrix [2 d, d] that joins its inputs, and the head once more.
+    """
+    layer, d_model = config.layers[-1], config.d_model
+    matrices = _layer_params(layer, config) + 2 * d_model**2 + d_model * config.num_outputs
+    return depth * (6 * matrices + _mixer_flops(layer, config, seq_len))
 
 
 def peak_flops(kind: str, platform: str, dtype: str, given: float | None) -> float | None:
@@ -75,15 +74,18 @@ class StepFlops(Protocol):
     def __call__(self, tokens: float, inputs: float = 0, pictures: float = 0) -> float: ...
 
 
-def step_flops(config: ModelConfig, seq_len: int, input_len: int, *, tower: TowerUse = "frozen") -> StepFlops:
+def step_flops(
+    config: ModelConfig, seq_len: int, input_len: int, *, tower: TowerUse = "frozen", further: int = 0
+) -> StepFlops:
     """Returns the floating-point operations of a training step as a function of what is in it.
 
     As `train_flops_per_token`, in sequences of `seq_len` tokens. With an encoder, inputs of `input_len` tokens pass
     through its layers, and through the projections of keys and values of cross-attention, whose scores count, too.
-    Pictures pass through the `tower`, and their features, which count as tokens besides, through the projector.
+    Pictures pass through the `tower`, and their features, which count as tokens besides, through the projector. So many
+    `further` layers that predict tokens after the next are run.
     """
     if not config.has_encoder:
-        per_token = train_flops_per_token(config, seq_len)
+        per_token = train_flops_per_token(config, seq_len) + further_flops_per_token(config, seq_len, further)
         per_picture = 0.0 if config.vision is None else picture_flops(config).of_step(tower)
         return lambda tokens, inputs=0, pictures=0: tokens * per_token + pictures * per_picture
     head = 6 * config.d_model * config.num_outputs
@@ -101,7 +103,7 @@ def batch_flops(recipe: Recipe, config: ModelConfig, *, pictures: int = 0, tower
     There are so many pictures in every row.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
-    flops = step_flops(config, seq_len, input_len, tower=tower)
+    flops = step_flops(config, seq_len, input_len, tower=tower, further=recipe.further_depth(config.further_layers))
     return flops(rows * seq_len, rows * input_len, rows * pictures)
 
 
@@ -147,6 +149,20 @@ def _projector_flops(vision: VisionConfig, d_model: int) -> float:
     """Returns the operations of a projector's matrices, each of which is multiplied with the features before it."""
     found = projector_shapes(vision, d_model)
     return sum(2.0 * count * math.prod(shape) for count, shapes in found for shape in shapes if len(shape) == 2)
+
+
+def _layer_params(layer: LayerConfig, config: ModelConfig) -> int:
+    mixers = (one for one in (layer.attention, layer.cross) if one is not None)
+    return sum(_entries(one, config.d_model) for one in mixers) + _mlp_params(layer, config)
+
+
+def _mixer_flops(layer: LayerConfig, config: ModelConfig, seq_len: int) -> float:
+    """Returns the operations of a layer's scores and weighted values, or of its recurrence, per token in training."""
+    if layer.is_recurrent:
+        return 3 * layer.recurrence.token_flops
+    one = layer.softmax_attention
+    scores = 6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(one, seq_len)
+    return scores + _indexer_flops(one, config.d_model, seq_len)
 
 
 def _key_value_params(attention: AttentionConfig, d_model: int) -> int:

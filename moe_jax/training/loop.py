@@ -133,6 +133,7 @@ class Loop:
         self._console, self._continue_command = console, continue_command
         self._batches = batches
         flops = partial(step_flops, program.config, recipe.data.seq_len, input_length(recipe.data))
+        flops = partial(flops, further=recipe.further_depth(program.config.further_layers))
         # Batches have features in place of pixels, or pixels.
         self._flops, self._flops_of_kept = flops(tower=program.tower_use), flops(tower="kept")
         device = program.mesh.devices.flat[0]

@@ -473,6 +473,10 @@ class Recipe:
             if path is not None:
                 check_model_path(path)
 
+    def further_depth(self, further_layers: int) -> int:
+        """Number of a model's `further_layers` that steps run: those of `mtp`, none without it; raises as it does."""
+        return 0 if self.mtp is None else self.mtp.depth_of(further_layers)
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies `--set` overrides, which are validated like the rest.

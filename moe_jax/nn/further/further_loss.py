@@ -19,9 +19,9 @@ from moe_jax.nn.moe import Router, StackedStats, routers_of_layer
 def further_loss(
     model: Decoder, x: Float[Array, "B T d"], batch: Batch, *, depth: int, key: Array | None = None
 ) -> tuple[Float[Array, ""], StackedStats]:
-    """Returns the mean over the first `depth` further layers of their cross-entropies, float32, and what their routers say.
+    """Returns the mean cross-entropy, float32, of the first `depth` further layers, and what their routers say.
 
-    That is the statistics of `further_routers`, of all tokens: also of the last of a document, which have no target.
+    The latter are the statistics of `further_routers`, of all tokens: also of the last of a document, which have no target.
     What the backward pass computes again in a layer is what the model's own layers do (`remat`).
 
     That of layer k is the weighted sum of the negative log-likelihoods of the targets, k tokens further than the
