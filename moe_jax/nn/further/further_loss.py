@@ -21,8 +21,8 @@ def further_loss(
 ) -> tuple[Float[Array, ""], StackedStats]:
     """Returns the mean cross-entropy, float32, of the first `depth` further layers, and what their routers say.
 
-    The latter are the statistics of `further_routers`, of all tokens: also of the last of a document, which have no target.
-    What the backward pass computes again in a layer is what the model's own layers do (`remat`).
+    The latter are the statistics of `further_routers`, of all tokens, the last of a document among them, which have no
+    target. What the backward pass computes again in a layer is what the model's own layers do (`remat`).
 
     That of layer k is the weighted sum of the negative log-likelihoods of the targets, k tokens further than the
     model's own, as far as they are in the same document. A target has the weight that it has for the model itself, so
