@@ -108,7 +108,7 @@ class PlacedLeaf(NamedTuple):
 
     @property
     def layer(self) -> str | None:
-        """Which layers have it, as the beginning of its path: a place in a pattern; None: it is of no layer."""
+        """The layers that have it, as the beginning of its path: a place in a pattern; None: it is of no layer."""
         if self.path.startswith(FURTHER):
             return "/".join(self.path.split("/")[:2])
         names = self.path.split("/")
