@@ -78,19 +78,16 @@ def write_mixers(config: ModelConfig) -> dict[str, Any]:
     """Writes the keys that `read_mixers` reads beside those of `usual.write_decoder`."""
     if not config.softmax_layers:
         raise InputError(f"in the format of {config.family!r} at least one layer has attention")
-    kinds = {
-        **usual.write_biases(config),
-        "layer_types": [_LINEAR if layer.is_recurrent else FULL for layer in config.layers],
-    }
-    if not config.recurrent_layers:  # sizes that nothing has: their defaults are as good as any
-        return kinds
+    if not config.recurrent_layers:
+        raise InputError(f"in the format of {config.family!r} at least one layer has the gated delta rule")
     rule = usual.same_in_all_layers(
         config, "gated delta rule", lambda layer: layer.attention, among=config.recurrent_layers
     )
     if not isinstance(rule, DeltaRuleConfig):
         raise InputError(f"the format of {config.family!r} has the gated delta rule, not a {rule.describe()}")
     return {
-        **kinds,
+        **usual.write_biases(config),
+        "layer_types": [_LINEAR if layer.is_recurrent else FULL for layer in config.layers],
         "linear_num_value_heads": rule.num_heads,
         "linear_num_key_heads": rule.num_key_heads,
         "linear_key_head_dim": rule.key_dim,
