@@ -33,6 +33,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from delta_rule import QWEN3_NEXT
 from evidence.layouts import COMPILED_LAYERS
 from evidence.results import RESULTS, Figures
 from moe_jax.conversion import read_hf_config
@@ -50,14 +51,6 @@ GPT_OSS = {
     "num_hidden_layers": 2,
     "num_attention_heads": 64,
     "vocab_size": 201088,
-}
-QWEN3_NEXT = {
-    "model_type": "qwen3_next",
-    "hidden_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "vocab_size": 151936,
-    "max_position_embeddings": 262144,
 }
 DEEPSEEK_V32 = {
     "model_type": "deepseek_v32", "hidden_size": 7168, "num_hidden_layers": 4, "first_k_dense_replace": 3,

@@ -19,6 +19,7 @@ from moe_jax.model_io.model_dir import ModelDirectoryWriter, ModelWriter, finger
 from moe_jax.model_io.model_source import ModelSource, StoredLeaves
 from moe_jax.model_io.tuned_base import LeavesOverBase, own_leaves
 from moe_jax.models import ModelConfig
+from moe_jax.models.config import DTYPES
 from moe_jax.nn import Decoder
 
 IN_MEMORY = Path("in memory")
@@ -230,7 +231,7 @@ class CastSource(ModelSource):
 
     def __init__(self, source: ModelSource, dtype: str):
         """Reads no weights yet; raises `InputError` unless `dtype` is float32, bfloat16 or float16."""
-        check_member("dtype", dtype, ("float32", "bfloat16", "float16"))
+        check_member("dtype", dtype, DTYPES)
         self.config = dataclasses.replace(source.config, dtype=dtype)
         self._source = source
         self._dtype = jnp.dtype(dtype)

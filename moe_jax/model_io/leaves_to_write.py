@@ -108,17 +108,21 @@ class ZeroExperts:
 
 def zero_experts_line(by_layer: Mapping[int, Collection[int]]) -> str:
     """Returns one line about the zero experts, of which there are some, by layer."""
-    verb = "has" if sum(map(len, by_layer.values())) == 1 else "have"
-    number, _, where = experts_by_layer(by_layer).partition(" (")
-    return f"{number} {verb} only zeros as weights ({where}"
+    number, where = _counted(by_layer)
+    return f"{number} {'has' if number == '1 expert' else 'have'} only zeros as weights ({where})"
 
 
 def experts_by_layer(by_layer: Mapping[int, Collection[int]]) -> str:
     """Returns how many experts these are, and which, by layer, such as `3 experts (layer 0: 1, 5; layer 4: 0)`."""
+    return "{} ({})".format(*_counted(by_layer))
+
+
+def _counted(by_layer: Mapping[int, Collection[int]]) -> tuple[str, str]:
+    """Returns the number of experts, and where they are."""
     shown = [f"layer {layer}: {_listed(experts)}" for layer, experts in list(by_layer.items())[:8]]
     shown += [f"and in {len(by_layer) - 8} layers more"] if len(by_layer) > 8 else []
     count = sum(map(len, by_layer.values()))
-    return f"{count} {'expert' if count == 1 else 'experts'} ({'; '.join(shown)})"
+    return f"{count} {'expert' if count == 1 else 'experts'}", "; ".join(shown)
 
 
 def _listed(experts: Collection[int]) -> str:

@@ -37,6 +37,11 @@ FURTHER = "further/"
 _STACKED = re.compile(r"(?:vision/tower/)?(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 
+def further_number(path: str) -> int:
+    """Returns which of the layers that predict tokens after the next a path lies in, one that begins with `FURTHER`."""
+    return int(path.removeprefix(FURTHER).partition("/")[0])
+
+
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
     """Returns the model with `ShapeDtypeStruct`s instead of parameters, which takes no memory.
 

@@ -19,6 +19,9 @@ from moe_jax.models.segments import show_layers
 MAX_LAYERS = 10_000
 MAX_FURTHER = 100
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that the parameters of a model may have."""
+
 
 def check_num_layers(count: int) -> None:
     """Raises `InputError` unless a model can have this many layers; to be called before the layers are made."""
@@ -110,7 +113,7 @@ class ModelConfig:
         check_number(self, "embed_scale", "logit_scale", "logit_soft_cap", above=0)
         check_number(self, "norm_eps", at_least=0)
         check_member("norm", self.norm, ("rms", "rms_plus_one", "layer", "layer_unbiased", "none"))
-        check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        check_member("dtype", self.dtype, DTYPES)
         check_member("balance_over", self.balance_over, ("layer", "model"))
         if self.num_classes is not None and self.tie_embeddings:
             raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")

@@ -45,7 +45,7 @@ from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import strategy_on
-from moe_jax.model_io.loading import FURTHER
+from moe_jax.model_io.loading import FURTHER, further_number
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import Transfer
@@ -385,7 +385,7 @@ class _Step:
 
 def _is_idle(leaf: PlacedLeaf, depth: int) -> bool:
     """Whether a parameter is of a layer that predicts tokens after the next, and no step runs it."""
-    return leaf.path.startswith(FURTHER) and int(leaf.path.split("/")[1]) >= depth
+    return leaf.path.startswith(FURTHER) and further_number(leaf.path) >= depth
 
 
 def kept_bytes(program: Program, recipe: Recipe) -> int:

@@ -8,7 +8,7 @@ from moe_jax.conversion.families.rope_keys import read_rope, write_rope
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RecurrentConfig, RopeConfig
-from moe_jax.models.config import check_num_layers
+from moe_jax.models.config import DTYPES, check_num_layers
 
 T = TypeVar("T")
 Projections = tuple[Literal["q", "k", "v", "o"], ...]
@@ -24,8 +24,6 @@ ACTIVATIONS: dict[str, Any] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 # --- reading --------------------------------------------------------------------------------------
 

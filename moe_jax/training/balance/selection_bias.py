@@ -15,7 +15,7 @@ from moe_jax.core.formatting import index_set
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.linear import Fixed
 from moe_jax.functional.routing import RouterStats
-from moe_jax.model_io.loading import FURTHER, disk_paths
+from moe_jax.model_io.loading import FURTHER, disk_paths, further_number
 from moe_jax.nn import Decoder
 from moe_jax.nn.further.further_loss import further_routers
 from moe_jax.nn.moe import Router, StackedStats
@@ -39,7 +39,7 @@ def moved_biases(model: Decoder, rate: float, *, further: int = 0) -> frozenset[
     if not rate:
         return frozenset()
     paths = filter(is_selection_bias, map(path_name, _paths(nnx.state(model, Fixed))))
-    found = frozenset(path for path in paths if not path.startswith(FURTHER) or _number(path) < further)
+    found = frozenset(path for path in paths if not path.startswith(FURTHER) or further_number(path) < further)
     layers = {layer for router in model.routers() if not router.of_perft for layer in router.layers}
     biased = {name for path in found for name in disk_paths(model.config, path, model=model)}
     without = [layer for layer in layers if _on_disk(layer) not in biased]
@@ -90,9 +90,9 @@ def biases_after_step(
     def moved(path: tuple, bias: Float[Array, "*R E"]) -> Float[Array, "*R E"]:
         name = path_name(path)
         if name.startswith(FURTHER):
-            if _number(name) >= len(of_further):
+            if further_number(name) >= len(of_further):
                 raise InputError(f"{name} is moved by the load of a layer that the step does not run: see moved_biases")
-            return bias + jnp.float32(rate) * missing_load(*of_further[_number(name)])[0]
+            return bias + jnp.float32(rate) * missing_load(*of_further[further_number(name)])[0]
         first = disk_paths(model.config, name, model=model)[0]
         position, one = stats[first]
         return bias + jnp.float32(rate) * missing_load(position, one)
@@ -107,11 +107,6 @@ def missing_load(position: Router, stats: RouterStats) -> Float[Array, "R E"]:
     """
     assignments = jnp.round(stats.load * (stats.tokens * position.top_k)[:, None])
     return jnp.sign(jnp.sum(assignments, axis=-1, keepdims=True) - assignments * stats.load.shape[-1])
-
-
-def _number(path: str) -> int:
-    """Returns which of the further layers a path lies in."""
-    return int(path.removeprefix(FURTHER).partition("/")[0])
 
 
 def _on_disk(layer: int) -> str:

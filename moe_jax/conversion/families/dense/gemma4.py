@@ -33,8 +33,6 @@ def _read(config: HFConfig) -> ModelConfig:
     if config.text("use_bidirectional_attention") == "all":
         raise InputError("config.json: use_bidirectional_attention is 'all', and only text that sees backwards is read")
     types, d_model = _read_types(config), config.required_size("hidden_size")
-    if d_model < 1:
-        raise InputError(f"config.json: hidden_size={d_model} must be at least 1")
     heads = _read_heads(config, types)
     ropes = _read_ropes(config, heads)
     attention = {kind: _read_attention(config, kind, heads[kind], ropes[kind]) for kind in _ROPES}
