@@ -159,13 +159,19 @@ def _opened(
     base = None if spec.base is None else open_model(spec.base)
     layers = parse_layers(spec.layers, source.config) if isinstance(spec.layers, str) else spec.layers
     # This would fail anyway, but only after a long calibration.
-    indices = choose_layers(source.config, layers)
+    part = methods[0].part
+    if part != "experts" and isinstance(spec, SweepSpec):
+        raise InputError("--sweep compares methods on experts: leave --of out")
+    indices = choose_layers(source.config, layers, part=part)
     calibration = None
     if spec.calibrate is not None:
         for method in methods:
             check_before_calibration(source, method, indices, extended=spec.extended)
         needed = any(method.needs_sensitivities for method in methods)
-        calibration = _calibration(model, stored, spec, sensitivities=needed)
+        if indices:
+            calibration = _calibration(model, stored, spec, sensitivities=needed)
+        else:
+            calibration = _only_rows(stored, spec)
     elif spec.imatrix is not None:
         calibration = _of_imatrix(spec.imatrix, source, indices)
     shared = {"base": base, "extended": spec.extended, "layers": layers, "calibration": calibration}
@@ -211,6 +217,16 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
 
     place = first_decides(make)
     return kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers, gradients=spec.gradients)
+
+
+def _only_rows(source: ModelSource, spec: CompressSpec) -> Calibration:
+    """Reads the text for a compression without experts, whose layers are given it while they are written."""
+    assert spec.calibrate is not None
+    source.config.check_no_encoder("a calibration")
+    length = default_seq_len(source.config) if spec.seq_len is None else spec.seq_len
+    how: dict[str, Any] = {"seed": spec.calibration_seed or 0, "image_folder": spec.image_folder}
+    rows = read_rows(source, spec.calibrate, seq_len=length, samples=spec.samples, **how)
+    return Calibration(as_path(spec.calibrate), {}, rows=rows)
 
 
 def _of_imatrix(file: str | os.PathLike[str], source: ModelSource, layers: Iterable[int]) -> Calibration:
@@ -324,7 +340,7 @@ def calibrate(
     if sensitivities and read_sensitivities(folder, gradients=gradients) is None:
         recorded = partial(read_layer, folder, gradients=gradients)
         write_sensitivities(folder, measure_sensitivities(source, rows, recorded, **how), gradients=gradients)
-    return open_calibration(folder, text, layers, gradients=gradients, keep=keep)
+    return open_calibration(folder, text, layers, gradients=gradients, keep=keep)._replace(rows=rows)
 
 
 def read_rows(

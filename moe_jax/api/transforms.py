@@ -42,6 +42,7 @@ from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER
 from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.without_codes import without_codes
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.adapt import adapted_config
@@ -86,7 +87,7 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
       InputError: if the options do not go with the model or each other, weights are not finite, the logits differ, or
         `out` exists. Nothing is left behind.
     """
-    target, source = destination(out), open_model(model, spec.base)
+    target, source = destination(out), without_codes(open_model(model, spec.base))
     if source.config.moe_layers:
         upcycled_config(source.config, spec)  # mistakes are found before experts are measured
         with work_bars() as progress:
@@ -100,7 +101,7 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
             spec,
             text=text,
             prompts=read_prompts(source, spec.router_from),
-            experts_from=[open_model(one) for one in spec.experts_from],
+            experts_from=[without_codes(open_model(one)) for one in spec.experts_from],
             progress=progress,
         )
     return result(target, model, made)
@@ -176,7 +177,7 @@ def merge(model: ModelOrPath, out: OutPath, spec: MergeSpec) -> Model:
       InputError: if there is nothing to fold, something cannot be folded and `partly` is not said, weights are
         not finite, or `out` exists.
     """
-    target, source = destination(out), open_model(model, spec.base)
+    target, source = destination(out), without_codes(open_model(model, spec.base))
     with work_bars() as progress:
         made = _merge(source, target, spec, progress=progress)
     return result(target, model, made)
@@ -277,7 +278,7 @@ def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) ->
       InputError: if no such format can hold the model, weights are not finite, or `out` exists.
       OSError: if the disk is full. Nothing is left at `out` then.
     """
-    source, target = open_model(model, spec.base, towers=True), as_path(out)
+    source, target = without_codes(open_model(model, spec.base, towers=True)), as_path(out)
     if spec.format == "peft":
         _export_peft(source, target, allow_nonfinite=spec.allow_nonfinite, console=_console())
         return target
@@ -297,7 +298,7 @@ def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSp
     """
     if spec.format == "peft":
         raise InputError("--dry-run: does not go with --format peft, which writes LoRA as it is stored")
-    source, target = open_model(model, spec.base, towers=True), as_path(out)
+    source, target = without_codes(open_model(model, spec.base, towers=True)), as_path(out)
     if spec.format == "gguf":
         _export_gguf(source, target, spec, dry_run=True)
     else:

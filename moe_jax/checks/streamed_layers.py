@@ -1,7 +1,7 @@
 """Parts of a model applied to their leaves: they are the modules that training runs, made anew around these."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +12,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import path_name
+from moe_jax.experts.coded_table import CodedTable
 from moe_jax.experts.linear import Linear
-from moe_jax.experts.shapes import shapes_of
+from moe_jax.experts.shapes import Matrix, shapes_of
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats, Routing
 from moe_jax.models import LayerConfig, ModelConfig
+from moe_jax.models.linear_codes import EMBED, codes_of
 from moe_jax.nn.block import make_layer
 from moe_jax.nn.context import make_context
-from moe_jax.nn.layers import Embed, Head
+from moe_jax.nn.layers import Embed, Head, Table
 from moe_jax.nn.stack import make_final_norm
 
-EMBEDDING = "embed/embedding"
+EMBEDDING, CODED_EMBEDDING = "embed/embedding", "embed/coded/"
 TABLE = "relative_bias/table"
 
 Read = Callable[[str], np.ndarray]
@@ -117,9 +119,18 @@ def embed_tokens(
     config: ModelConfig, leaves: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]
 ) -> Float[Array, "B T d"]:
     """Returns the activations of tokens before the first layer; `leaves` by their paths, on the host."""
-    # Only the rows of these tokens are taken from the table, which may be larger than a layer.
-    leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
-    embed: Any = module_with_leaves(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
+    # Only what belongs to these tokens is taken from the table, which may be larger than a layer.
+    rows = tokens.reshape(-1)
+
+    def taken(path: str, leaf: np.ndarray) -> np.ndarray:
+        if path == EMBEDDING:
+            return leaf[rows]
+        has_columns = path.startswith(CODED_EMBEDDING) and leaf.shape[-1] == config.vocab_size
+        return leaf[:, rows] if has_columns else leaf
+
+    own = {path: taken(path, leaf) for path, leaf in leaves.items()}
+    config = dataclasses.replace(config, vocab_size=tokens.size, bos_id=None, eos_ids=())
+    embed: Any = module_with_leaves(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, own), "embed/")
     return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
 
 
@@ -159,10 +170,27 @@ def apply_final_norm(
     return norm(x)
 
 
+def head_leaves(config: ModelConfig, paths: Iterable[str]) -> list[str]:
+    """Returns those of a model's paths that `output_logits` and `text_loss` need."""
+    tied = (EMBEDDING, CODED_EMBEDDING) if config.tie_embeddings else ()
+    return [path for path in paths if path.startswith(("final_norm/", "lm_head/", *tied))]
+
+
+def _tied(config: ModelConfig, leaves: Mapping[str, Array]) -> Table | None:
+    """Returns the embeddings that a tied head needs."""
+    if not config.tie_embeddings:
+        return None
+    codes = codes_of(config.codes, EMBED)
+    if codes is None:
+        return leaves[EMBEDDING]
+    own = {path.removeprefix("embed/"): leaf for path, leaf in leaves.items() if path.startswith(CODED_EMBEDDING)}
+    return CodedTable(codes, Matrix("", (config.d_model, config.vocab_size)), own)
+
+
 def output_logits(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
     """Returns the logits: applies the norm after the last layer, and the head."""
     head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
-    return head(apply_final_norm(config, leaves, x), leaves.get(EMBEDDING))
+    return head(apply_final_norm(config, leaves, x), _tied(config, leaves))
 
 
 def text_loss(
@@ -177,7 +205,7 @@ def text_loss(
     The leaves are those of the norm after the last layer, and of the head; `x` are the activations after that layer.
     """
     head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
-    return head.weighted_loss(apply_final_norm(config, leaves, x), targets, weights, leaves.get(EMBEDDING))
+    return head.weighted_loss(apply_final_norm(config, leaves, x), targets, weights, _tied(config, leaves))
 
 
 def module_with_leaves(

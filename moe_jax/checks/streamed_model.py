@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.checks.streamed_layers import (
-    EMBEDDING,
     TABLE,
     Read,
     Specs,
     apply_final_norm,
     apply_layer,
     embed_tokens,
+    head_leaves,
     mlp_inputs,
     output_logits,
 )
@@ -78,9 +78,7 @@ class StreamedModel:
         self._x = jax.ShapeDtypeStruct((*tokens.shape, config.d_model), jnp.float32)
         self._programs: dict[Any, jax.stages.Compiled] = {} if like is None else dict(like._programs)
         self._embed_leaves = [name for name in specs if name.startswith("embed/")]
-        last = {name: spec for name, spec in specs.items() if name.startswith(("final_norm/", "lm_head/"))}
-        if config.tie_embeddings:
-            last[EMBEDDING] = specs[EMBEDDING]
+        last = {name: specs[name] for name in head_leaves(config, specs)}
         self._last_leaves = list(last)
         norm = {name: spec for name, spec in specs.items() if name.startswith("encoder_norm/")}
         self._norm_leaves = list(norm)

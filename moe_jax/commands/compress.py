@@ -39,6 +39,8 @@ from moe_jax.core.terminal import console_for_tables, table_of_figures
 from moe_jax.core.verb_spec import Option, attribute_texts, options_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moe_jax.compression import Report, Sweep
     from moe_jax.compression.report import LayerFigures
 
@@ -277,34 +279,45 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
     """Prints the figures of a compression: a table and totals, or a line of JSON. Warnings go to standard error."""
     from moe_jax.api.open_source import read_config
     from moe_jax.compression.coding.storage import bytes_by_part
-    from moe_jax.compression.report import WORDS, layer_columns
+    from moe_jax.compression.report import layer_columns, part_columns
 
     _warn(report.warnings)
     if as_json:
         summary = {key: value for key, value in report.to_json().items() if key != "layers"}
         print(json.dumps({"model": str(model), "out": str(out), **summary}))
         return
-    shown = layer_columns(report.layers)
-    alike = {title: shown.pop(title)[0] for title in WORDS if len(set(shown.get(title, ()))) == 1}
-    table = table_of_figures(*shown, words=WORDS)
-    for row in zip(*shown.values(), strict=True):
-        table.add_row(*row)
     terminal = console_for_tables(cuts_nothing=True)
+    if report.layers:
+        _print_columns(layer_columns(report.layers), terminal)
+    if report.parts:
+        _print_columns(part_columns(report.parts), terminal)
+    sizes = {"experts": (report.expert_bytes_before, report.expert_bytes_after)} if report.layers else {}
+    for what, (before, after) in (sizes | {"model": (report.bytes_before, report.bytes_after)}).items():
+        terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")
+    if report.layers:
+        # There are more than the kept share.
+        config, before = read_config(out), report.expert_bytes_before
+        sums = bytes_by_part(config, [layer.layer for layer in report.layers])
+        shares = ", ".join(f"{title} {nbytes / before:.1%}" for title, nbytes in sums.items() if nbytes)
+        stays = f"of the experts' bytes there stay: {shares} ({config.dtype} where there are no codes)"
+        terminal.print(stays, markup=False)
+    if report.losses is not None:
+        before, after = report.losses
+        terminal.print(f"the calibration text: {before:.4f} nats per token before, {after:.4f} now", markup=False)
+    terminal.print(f"wrote {out}", markup=False)
+
+
+def _print_columns(columns: dict[str, list[str]], terminal: "Console") -> None:
+    """Prints a table, and words that are the same in all its rows once below it."""
+    from moe_jax.compression.report import WORDS
+
+    alike = {title: columns.pop(title)[0] for title in WORDS if len(set(columns.get(title, ()))) == 1}
+    table = table_of_figures(*columns, words=WORDS)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     terminal.print(table)
     for title, text in alike.items():
         terminal.print(f"{title}: {text}", markup=False)
-    for what, before, after in (
-        ("experts", report.expert_bytes_before, report.expert_bytes_after),
-        ("model", report.bytes_before, report.bytes_after),
-    ):
-        terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")
-    # There are more than the kept share.
-    config, before = read_config(out), report.expert_bytes_before
-    sums = bytes_by_part(config, [layer.layer for layer in report.layers])
-    shares = ", ".join(f"{title} {nbytes / before:.1%}" for title, nbytes in sums.items() if nbytes)
-    parts = f"of the experts' bytes there stay: {shares} ({config.dtype} where there are no codes)"
-    terminal.print(parts, markup=False)
-    terminal.print(f"wrote {out}", markup=False)
 
 
 def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:

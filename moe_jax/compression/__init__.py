@@ -22,8 +22,12 @@ Jobs:
     compress                         a model on the disk, one layer at a time
     Report, LayerReport, LayerFigures
                                      figures of a model, of a layer, and of its matrices
+    LinearMap, MapErrors, PartReport
+                                     a linear map outside the experts, figures of some, and of those of a part
+    Losses                           of the calibration text, before and after
     Calibration, LayerCalibration, LayerRows
                                      a recording of a model on a text, of a layer, and the inputs of its experts
+    CalibrationRows, ScoredRow       the rows of tokens that the model is run on, and a document as one
     sweep, make_swept_methods        many methods tried, and what is tried
     Sweep, Point, Score              the result, one model of it, and what scores it
 """
@@ -33,10 +37,13 @@ from etils import epy as _epy
 with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
+    from moe_jax.compression.calibration.calibration_rows import CalibrationRows as CalibrationRows
+    from moe_jax.compression.calibration.calibration_rows import ScoredRow as ScoredRow
     from moe_jax.compression.calibration.recording import Calibration as Calibration
     from moe_jax.compression.calibration.recording import LayerCalibration as LayerCalibration
     from moe_jax.compression.calibration.recording import LayerRows as LayerRows
     from moe_jax.compression.coding.storage import Fewer as Fewer
+    from moe_jax.compression.linear_maps import LinearMap as LinearMap
     from moe_jax.compression.method_sweep import Score as Score
     from moe_jax.compression.method_sweep import sweep as sweep
     from moe_jax.compression.methods.interface import Base as Base
@@ -44,6 +51,9 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.options.in_common import MethodOptions as MethodOptions
     from moe_jax.compression.report import LayerFigures as LayerFigures
     from moe_jax.compression.report import LayerReport as LayerReport
+    from moe_jax.compression.report import Losses as Losses
+    from moe_jax.compression.report import MapErrors as MapErrors
+    from moe_jax.compression.report import PartReport as PartReport
     from moe_jax.compression.report import Point as Point
     from moe_jax.compression.report import Report as Report
     from moe_jax.compression.report import Sweep as Sweep

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -204,15 +204,103 @@ class LayerReport(LayerFigures):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MapErrors:
+    """Sums over linear maps: their number, ||W^ - W||^2, ||W||^2, tr(E^T H E), tr(W^T H W), and bytes."""
+
+    maps: int = 0
+    error: float = 0.0
+    norm: float = 0.0
+    output_error: float = 0.0
+    output_norm: float = 0.0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    @classmethod
+    def between(
+        cls,
+        kernel: Float[np.ndarray, "i o"],
+        approximation: Float[np.ndarray, "i o"],
+        moment: Float[np.ndarray, "i i"] | None,
+        *,
+        bytes_before: int,
+        bytes_after: int,
+    ) -> Self:
+        """Returns the sums of one map; without a second moment of its inputs, nothing is known of outputs."""
+        error = approximation - kernel
+        squares = [float(np.sum(np.square(one, dtype=np.float64))) for one in (error, kernel)]
+        outputs = [0.0, 0.0]
+        if moment is not None:
+            outputs = [float(np.sum(one * (moment @ one), dtype=np.float64)) for one in (error, kernel)]
+        return cls(
+            maps=1,
+            error=squares[0],
+            norm=squares[1],
+            output_error=outputs[0],
+            output_norm=outputs[1],
+            bytes_before=bytes_before,
+            bytes_after=bytes_after,
+        )
+
+    def __add__(self, other: "MapErrors") -> "MapErrors":
+        own, others = dataclasses.astuple(self), dataclasses.astuple(other)
+        names = [field.name for field in dataclasses.fields(self)]
+        return MapErrors(**{name: a + b for name, a, b in zip(names, own, others, strict=True)})
+
+
+class Losses(NamedTuple):
+    """Negative log-likelihoods of the calibration text, nats per token: before and after."""
+
+    before: float
+    after: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartReport:
+    """Figures of the linear maps of a part of the model; errors as `LayerFigures` has them.
+
+    Attributes:
+      part: `attention`, `dense` FFNs and shared experts, `embedding` or `head`.
+      maps: their number.
+      choice: in words, the codes that they got.
+      bytes_before, bytes_after: of their kernels, in memory.
+    """
+
+    part: str
+    maps: int
+    choice: str
+    relative_error: float
+    output_error: float | None
+    bytes_before: int
+    bytes_after: int
+
+    @classmethod
+    def of(cls, part: str, errors: MapErrors, choice: str) -> Self:
+        """Returns the figures of a part, from the sums over its maps."""
+        return cls(
+            part=part,
+            maps=errors.maps,
+            choice=choice,
+            relative_error=_ratio(errors.error, errors.norm) or 0.0,
+            output_error=_ratio(errors.output_error, errors.output_norm),
+            bytes_before=errors.bytes_before,
+            bytes_after=errors.bytes_after,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """Figures of a compressed model.
 
     Attributes:
-      layers: the layers that were compressed.
+      layers: the layers whose experts were compressed.
+      parts: linear maps outside the experts that were put in codes, by part of the model.
+      losses: of the calibration text, where it was run through the layers as they were compressed; else None.
       bytes_before, bytes_after: of all weights, on the disk if the model is there.
     """
 
     layers: tuple[LayerReport, ...]
+    parts: tuple[PartReport, ...] = ()
+    losses: Losses | None = None
     bytes_before: int
     bytes_after: int
 
@@ -270,6 +358,8 @@ class Report:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "warnings": list(self.warnings),
+            **({} if not self.parts else {"parts": [dataclasses.asdict(part) for part in self.parts]}),
+            **({} if self.losses is None else {"losses": self.losses._asdict()}),
             "layers": [
                 {"layer": layer.layer, "base": layer.base, **dataclasses.asdict(layer)} for layer in self.layers
             ],
@@ -308,7 +398,7 @@ class Sweep:
     warnings: tuple[str, ...]
 
 
-WORDS = ("base", "choice")
+WORDS = ("part", "base", "choice")
 """Columns of words; they are often the same in all layers."""
 
 
@@ -323,6 +413,20 @@ def layer_columns(layers: Sequence[LayerReport]) -> dict[str, list[str]]:
         for title, texts in columns.items()
         if any(text is not None for text in texts)
     }
+
+
+def part_columns(parts: Sequence[PartReport]) -> dict[str, list[str]]:
+    """The figures of linear maps outside the experts as columns of a table, as of `layer_columns`."""
+    columns = {
+        "part": [part.part for part in parts],
+        "maps": [str(part.maps) for part in parts],
+        "choice": [part.choice for part in parts],
+        "error": [f"{part.relative_error:.4f}" for part in parts],
+        "of\noutputs": ["-" if part.output_error is None else f"{part.output_error:.4f}" for part in parts],
+        "bytes": [show_bytes(part.bytes_after) for part in parts],
+        "kept": [f"{part.bytes_after / part.bytes_before:.1%}" for part in parts],
+    }
+    return {title: texts for title, texts in columns.items() if {*texts} != {"-"}}
 
 
 def _number(name: str, form: str) -> Callable[[LayerReport], str | None]:

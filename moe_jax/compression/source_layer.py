@@ -73,6 +73,13 @@ class SourceLayer:
         """Whether it is known which inputs of its experts count most: by rows, or by sums over those of an imatrix."""
         return self.calibration is not None and (self.rows is not None or self.calibration.squares is not None)
 
+    def give(self, rows: LayerRows) -> None:
+        """Replaces the inputs of its bank by those that it is given now; how much depends on them stays known."""
+        assert self.calibration is not None
+        gradients = None if self.rows is None else self.rows.gradients
+        self.calibration = self.calibration._replace(rows=rows._replace(gradients=gradients))
+        self.moments = {}
+
     def target(self, bank: BankConfig) -> MoEConfig:
         """The layer with its experts, all `num_experts` of them, in another bank."""
         bank = dataclasses.replace(bank, train_base=self.moe.bank.train_base)

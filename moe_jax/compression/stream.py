@@ -2,17 +2,23 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
 
+from moe_jax.compression.calibration.coded_pass import begin_pass, moment_of_head
 from moe_jax.compression.calibration.expert_statistics import routed_tokens
-from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration
+from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration, LayerRows
 from moe_jax.compression.calibration.sensitivities import check_full_experts
+from moe_jax.compression.in_order import InOrder
+from moe_jax.compression.linear_maps import LinearMap, check_maps, with_codes
 from moe_jax.compression.methods.interface import Analysis, Base, Method, check_base
+from moe_jax.compression.options.in_common import Of
 from moe_jax.compression.report import LayerFigures, LayerReport, Report
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
@@ -30,6 +36,7 @@ from moe_jax.distributed.processes import (
     news,
     tell_first,
 )
+from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import ANALYSIS, Workplace, check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
@@ -86,13 +93,14 @@ def compress(
     decided = first_decides if shared else lambda action: action()
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
-    indices = choose_layers(source.config, layers)
+    indices = choose_layers(source.config, layers, part=method.part)
     if extended:
         _check_universal(source.config, indices)
     if base is not None:
         check_base(base.config, source.config, indices)
         check_leaves(leaf_specs(base.config), base.specs(), str(base.path))
     check_leaves(leaf_specs(source.config), source.specs(), str(source.path))
+    maps = linear_maps_of(source.config, method)
     if method.origin is not None and base is not None:
         raise InputError(f"--base does not go with this method: it takes the {method.origin}")
 
@@ -117,14 +125,17 @@ def compress(
         every = list(source.config.layers)
         for i, moe in planned.items():
             every[i] = dataclasses.replace(every[i], mlp=moe)
-        config = dataclasses.replace(source.config, layers=tuple(every))
+        codes = method.linear_codes(maps, analyses)
+        config = with_codes(dataclasses.replace(source.config, layers=tuple(every)), codes)
         if shared:
             check_equal({"what layers are to become": config_to_json(config)})
         lineage = [*source.lineage, entry]
         writer = open_writer(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage, resume=True)
 
-        def compress_layer(i: int, write: Write) -> LayerFigures:
+        def compress_layer(i: int, write: Write, rows: LayerRows | None = None) -> LayerFigures:
             layer = open_layer(i)
+            if rows is not None:
+                layer.give(rows)
             try:
                 figures = method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
             except DoesNotFit as error:
@@ -133,8 +144,30 @@ def compress(
             tokens = None if figures.output_error is None else routed_tokens(layer)
             return dataclasses.replace(figures, expert_tokens=tokens)
 
+        parts, losses = (), None
         with writer:
-            figures = _write(source, config, indices, compress_layer, writer, progress, on_layer, shared=shared)
+            if maps:
+                with _place_of_pass(store) as place:
+                    given = None if calibration is None else calibration.rows
+                    how: Any = {"rows": given, "folder": place, "mesh": make_mesh({"data": -1}, jax.local_devices())}
+                    work = InOrder(
+                        source=source,
+                        config=config,
+                        indices=indices,
+                        compress_layer=compress_layer,
+                        maps=maps,
+                        codes=codes,
+                        begin_pass=None if given is None else partial(begin_pass, source, **how),
+                        head_moment=partial(moment_of_head, source, **how),
+                        even=getattr(method, "levels", "any") == "even",
+                        feedback=getattr(method, "feedback", True),
+                        writer=writer,
+                        progress=progress,
+                        on_layer=on_layer,
+                    )
+                    figures, parts, losses = work.write()
+            else:
+                figures = _write(source, config, indices, compress_layer, writer, progress, on_layer, shared=shared)
             written = writer.read_back()
             stored = (source.specs(), source.stored_bytes), (written.specs, written.stored_bytes)
             before, after = decided(lambda: [_sizes(*one, indices) for one in stored])
@@ -148,7 +181,9 @@ def compress(
                 )
                 for i, old, new in zip(indices, before, after, strict=False)
             ]
-            report = Report(layers=tuple(reports), bytes_before=before[-1], bytes_after=after[-1])
+            report = Report(
+                layers=tuple(reports), parts=parts, losses=losses, bytes_before=before[-1], bytes_after=after[-1]
+            )
             writer.lineage[-1]["measured"] = report.to_json()
     return report
 
@@ -234,6 +269,11 @@ class AnalysisStore:
         first_decides(begin)
         return self
 
+    @property
+    def folder(self) -> Path:
+        """The folder where analyses are kept."""
+        return self._work.folder
+
     def known(self, layers: Iterable[int]) -> dict[int, Analysis]:
         """The stored analyses of some layers; only the first process returns them, and then sends them to others."""
         found = {i: self.get(i) for i in layers} if is_first_process() else {}
@@ -298,10 +338,44 @@ def _analyse(
     return {**everywhere}
 
 
-def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """Returns the layers to compress, ascending; `InputError` if the model has none of them, or has adapters."""
+@contextlib.contextmanager
+def _place_of_pass(store: AnalysisStore | None) -> Iterator[Path]:
+    """A folder for the pass over the text: in that of the job's analyses, or if there is none a temporary one."""
+    with tempfile.TemporaryDirectory(prefix="moe_jax_calibration_") as folder:
+        place = Path(folder) if store is None else store.folder / "pass"
+        place.mkdir(exist_ok=True)
+        yield place
+
+
+def linear_maps_of(config: ModelConfig, method: Method) -> list[LinearMap]:
+    """Returns the linear maps outside the experts that a method compresses.
+
+    Raises `InputError` if it should, and there are none, or several processes share the work.
+    """
+    if method.part == "experts":
+        return []
+    if jax.process_count() > 1:
+        raise InputError(f"--of {method.part} runs in one process: every layer is given what those before it give")
+    return check_maps(config)
+
+
+def choose_layers(config: ModelConfig, layers: Iterable[int] | None, *, part: Of = "experts") -> tuple[int, ...]:
+    """Returns the layers whose experts are compressed, ascending, given the part of the model that is.
+
+    Raises `InputError` if the model has none of them, or has adapters.
+    """
+    if part != "experts":
+        if layers is not None:
+            raise InputError(f"--layers are those whose experts are compressed, and --of {part} is for all layers")
+        if is_tuned(config):
+            raise InputError("the model has adapters, LoRA or NF4 kernels: compress its base, and adapt what comes out")
+        config.check_no_further("compression")
+        return config.moe_layers if part == "model" else ()
     if not config.moe_layers:
-        raise InputError("the model is dense: it has no experts to compress; moe-jax upcycle makes an MoE of it")
+        raise InputError(
+            "the model is dense: it has no experts to compress; --method quantize --of model compresses the rest, and "
+            "moe-jax upcycle makes an MoE of it"
+        )
     config.check_no_further("compression")
     if is_tuned(config):
         raise InputError("the model has adapters, LoRA or NF4 kernels: compress its base, and adapt what comes out")

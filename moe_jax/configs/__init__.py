@@ -30,6 +30,7 @@ Models:
 
 Experts:
     BankConfig, BaseCodes            the form of the experts, and codes of their base
+    LinearCodes                      codes of linear maps outside the experts
     Full, LowRank, JointLowRank, Sparse, Quantized, MixtureOfBases, AdapterExperts
                                      the forms
 
@@ -71,6 +72,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import IndexerConfig as IndexerConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
+    from moe_jax.models import LinearCodes as LinearCodes
     from moe_jax.models import LoRAConfig as LoRAConfig
     from moe_jax.models import Mamba2Config as Mamba2Config
     from moe_jax.models import ModelConfig as ModelConfig

@@ -70,7 +70,7 @@ RULES: tuple[tuple[str, P], ...] = (
 # input is split alike: for maps that take whole activations, programs were compiled (by XLA of JAX 0.10.2, with a batch
 # of one row for each device) that gave wrong results.
 LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
-    (r".*attention/([qkv]|q_down|kv_down|beta|decay)|.*(gate|up)|(.*/)?projector/\d+", "out"),
+    (r".*attention/([qkv]|q_down|kv_down|beta|decay)|.*(gate|up)|(.*/)?projector/\d+|lm_head|embed", "out"),
     (r".*attention/o|.*down", "in"),
 )
 

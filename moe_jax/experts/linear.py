@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.forms.kernel_of_codes import Coded
-from moe_jax.experts.forms.whole import Full, whole_form
+from moe_jax.experts.forms.whole import Full, WithLoRA, whole_form
 from moe_jax.experts.shapes import FFNConfig, LoRAConfig, Matrix, Split, ffn_matrices
 from moe_jax.functional.dense import Product, hidden, linear, sum_of_products
 from moe_jax.functional.keys import fold_in
@@ -107,6 +107,12 @@ class Linear(Leaves):
             y = self.form.apply(x, kernel, self.matrix, key)
             y = y if more is None else y + linear(*more)
         return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1))) if self.has_bias else y
+
+    def in_codes(self, codes: Coded, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> "Linear":
+        """Returns a fresh map of the same shape, with a bias and LoRA as this one has, and its kernel in codes."""
+        lora = self.form.lora if isinstance(self.form, WithLoRA) else None
+        options: Any = {"bias": self.has_bias, "lora": lora, "split": self.matrix.split}
+        return Linear(self.matrix.shape, codes=codes, rngs=rngs, dtype=dtype, **options)
 
     def materialise(self) -> Float[Array, "i o"]:
         """The kernel with LoRA merged: float32, or a plain kernel without LoRA as it is stored."""

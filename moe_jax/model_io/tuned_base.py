@@ -51,16 +51,17 @@ def is_tuned(config: ModelConfig) -> bool:
 def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
     """Returns the config with the kernels of attention, FFNs, shared bases and full experts in NF4, or none in NF4.
 
-    Embeddings, head, norms, routers, biases and adapters are never NF4, and a shared base in other codes keeps those.
+    Embeddings, head, norms, routers, biases and adapters are never NF4, and what is in other codes keeps those.
     """
 
     def layer_with(layer: LayerConfig) -> LayerConfig:
-        mlp = layer.mlp
+        mlp, coded = layer.mlp, {path.partition("/")[0] for one in layer.codes for path in one.paths}
         if not isinstance(mlp, MoEConfig):
-            mlp = dataclasses.replace(mlp, nf4=nf4)
+            mlp = dataclasses.replace(mlp, nf4=nf4 and "mlp" not in coded)
         elif mlp.bank.has_linear_maps and mlp.bank.base_codes is None:
             mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=nf4))
-        return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, nf4=nf4), mlp=mlp)
+        attention = dataclasses.replace(layer.attention, nf4=nf4 and "attention" not in coded)
+        return dataclasses.replace(layer, attention=attention, mlp=mlp)
 
     return dataclasses.replace(config, layers=tuple(map(layer_with, config.layers)))
 

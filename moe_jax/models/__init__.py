@@ -16,6 +16,7 @@ from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.config import ModelConfig as ModelConfig
 from moe_jax.models.config import VisionConfig as VisionConfig
 from moe_jax.models.layer_config import LayerConfig as LayerConfig
+from moe_jax.models.linear_codes import LinearCodes as LinearCodes
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.moe_config import SelectionConfig as SelectionConfig

@@ -12,6 +12,7 @@ from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.images.image_config import ImageProcessing, PatchesConfig
 from moe_jax.models.attention_config import AttentionConfig
 from moe_jax.models.layer_config import LayerConfig
+from moe_jax.models.linear_codes import EMBED, HEAD, LinearCodes, check_codes
 from moe_jax.models.moe_config import MAX_EXPERTS, MoEConfig
 from moe_jax.models.segments import show_layers
 
@@ -72,6 +73,7 @@ class ModelConfig:
       vision: what the model sees with; None: it takes no pictures.
       further_layers: number of layers behind the last one that predict tokens after the next, each of its form
         (`nn.further`); what the model computes is the same without them.
+      codes: `embed` and `lm_head`, if they are stored in codes.
       frozen_base: by default, only LoRA, adapters and the routers that choose among adapters are trained.
       foreign: keys of the source's config.json that are not used here, and are written back on export.
     """
@@ -103,6 +105,7 @@ class ModelConfig:
     patches: PatchesConfig | None = None
     vision: "VisionConfig | None" = None
     further_layers: int = 0
+    codes: tuple[LinearCodes, ...] = ()
     frozen_base: bool = False
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
 
@@ -123,6 +126,7 @@ class ModelConfig:
         for name, token in [*special, *(("eos_ids", token) for token in self.eos_ids)]:
             if token is not None and not 0 <= token < self.vocab_size:
                 raise InputError(f"{name}: token {shown(token)} is outside the vocabulary of {self.vocab_size} tokens")
+        self._check_codes()
         check_num_layers(len(self.layers))
         experts = sum(self.moe(i).num_experts for i in self.moe_layers)
         if experts > MAX_EXPERTS:
@@ -175,6 +179,15 @@ class ModelConfig:
                     f"layers {first} and {second} of a stack share a table of relative biases, so they must have the "
                     "same relative_bias, num_heads and mask"
                 )
+
+    def _check_codes(self) -> None:
+        check_codes(self.codes)
+        known = (EMBED,) if self.tie_embeddings else (EMBED, HEAD)
+        for path in (path for one in self.codes for path in one.paths):
+            if path not in known:
+                raise InputError(f"codes of {shown(path)}: beside its layers, this model has {' and '.join(known)}")
+        if self.codes and (self.patches is not None or self.num_classes is not None or self.has_encoder):
+            raise InputError("codes of embed and lm_head go with a decoder that scores tokens")
 
     def _check_further(self) -> None:
         count = self.further_layers

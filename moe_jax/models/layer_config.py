@@ -7,6 +7,7 @@ from moe_jax.core.errors import InputError, check_member, check_number
 from moe_jax.core.formatting import short_repr
 from moe_jax.experts.shapes import FFNConfig, NoFFNConfig
 from moe_jax.models.attention_config import AttentionConfig
+from moe_jax.models.linear_codes import LinearCodes, check_codes
 from moe_jax.models.moe_config import MoEConfig
 from moe_jax.models.own_parts import BLOCK, LAYERS
 from moe_jax.models.recurrent_config import NoAttentionConfig, RecurrentConfig
@@ -35,6 +36,7 @@ class LayerConfig:
         et al. 2021).
       residual_scale: what a branch adds is multiplied by it (Granite).
       output_scale: what the layer returns is multiplied by a number of its own, which is not trained (Gemma 4).
+      codes: linear maps outside the bank of experts whose kernels are stored in codes.
       module: `block`, or what `nn.register_layer` has added: the module of such a layer.
     """
 
@@ -47,6 +49,7 @@ class LayerConfig:
     branch_scales: bool = False
     residual_scale: float = 1.0
     output_scale: bool = False
+    codes: tuple[LinearCodes, ...] = ()
     module: str = BLOCK
 
     __repr__ = short_repr
@@ -54,6 +57,7 @@ class LayerConfig:
     def __post_init__(self) -> None:
         LAYERS.check("layer module", self.module)
         check_member("norm_position", self.norm_position, NORM_POSITIONS)
+        check_codes(self.codes)
         if isinstance(self.attention, AttentionConfig) and self.attention.source_dim is not None:
             raise InputError(f"source_dim={self.attention.source_dim} is for cross-attention only")
         if self.parallel and (self.norm_position != "pre" or self.cross is not None):

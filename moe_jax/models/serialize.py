@@ -10,6 +10,7 @@ from moe_jax.files import json_toml
 from moe_jax.models.attention_config import AttentionConfig
 from moe_jax.models.config import ModelConfig, VisionConfig, check_num_layers
 from moe_jax.models.layer_config import LayerConfig
+from moe_jax.models.linear_codes import LinearCodes
 from moe_jax.models.moe_config import MoEConfig
 from moe_jax.models.own_parts import BLOCK
 from moe_jax.models.recurrent_config import RECURRENT, DeltaRuleConfig, Mamba2Config, NoAttentionConfig, ShortConvConfig
@@ -34,9 +35,11 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     fields["rope"] = dataclasses.asdict(config.rope)
     fields["foreign"] = dict(config.foreign)
     # As in older files, whose fingerprints are noted elsewhere.
-    for name in ("balance_over", "patches", "vision", "further_layers"):
+    for name in ("balance_over", "patches", "vision", "further_layers", "codes"):
         if fields[name] == getattr(ModelConfig, name):
             del fields[name]
+    if config.codes:
+        fields["codes"] = [dataclasses.asdict(one) for one in config.codes]
     if config.patches is not None:
         fields["patches"] = dataclasses.asdict(config.patches)
     if config.vision is not None:
@@ -115,6 +118,7 @@ class _Layer:
     branch_scales: bool = False
     residual_scale: float = 1.0
     output_scale: bool = False
+    codes: tuple[LinearCodes, ...] = ()
     module: str = BLOCK
 
     def __post_init__(self) -> None:
@@ -154,7 +158,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     mlp = fields.pop("mlp")
     if layer.module == BLOCK:
         del fields["module"]  # as in older files
-    for name in ("branch_scales", "residual_scale", "output_scale"):
+    for name in ("branch_scales", "residual_scale", "output_scale", "codes"):
         if fields[name] == getattr(LayerConfig, name):
             del fields[name]  # likewise
     if layer.is_recurrent:

@@ -25,6 +25,7 @@ Layers:
     Attention, LatentAttention       grouped-query attention, and multi-head latent attention
     DeltaRule, ShortConv, Mamba2     the gated delta rule, a short convolution, Mamba-2, in the place of attention
     FFN, Linear                      a dense feed-forward network, and a linear map
+    CodedTable                       an embedding or a head in codes
     MoE, Perft                       a Mixture-of-Experts, and adapters beside it
     LinearRouter, CoderRouter        logits of experts
     register_router, register_layer, register_projector_step
@@ -91,6 +92,7 @@ from moe_jax.nn.layer_views import Layers as Layers
 from moe_jax.nn.layer_views import LayerView as LayerView
 from moe_jax.nn.layer_views import VariableView as VariableView
 from moe_jax.nn.layers import FFN as FFN
+from moe_jax.nn.layers import CodedTable as CodedTable
 from moe_jax.nn.layers import Embed as Embed
 from moe_jax.nn.layers import Head as Head
 from moe_jax.nn.layers import Linear as Linear

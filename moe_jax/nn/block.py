@@ -1,6 +1,7 @@
 """One layer of a model: attention or a recurrence, perhaps cross-attention, and an FFN or an MoE; or one of them."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.linear import Fixed
+from moe_jax.core.errors import InputError, shown
+from moe_jax.experts.linear import Fixed, Linear
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
@@ -150,6 +152,18 @@ def _mixer_class(config: LayerConfig) -> Any:
 
 
 def make_layer(config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> Any:
-    """Makes a layer of a model: a `Block`, or the one of a user's own that the config names."""
+    """Makes a layer of a model: a `Block`, or the one of a user's own that the config names.
+
+    Raises `InputError` if linear maps are to be in codes that it does not have.
+    """
     make = LAYERS[config.module] or Block
-    return make(config, model, rngs=rngs, dtype=dtype)
+    layer = make(config, model, rngs=rngs, dtype=dtype)
+    for one in config.codes:
+        for path in one.paths:
+            *folders, name = path.split("/")
+            parent = reduce(lambda module, folder: getattr(module, folder, None), folders, layer)
+            linear = getattr(parent, name, None)
+            if not isinstance(linear, Linear):
+                raise InputError(f"codes of {shown(path)}: the layer has no such linear map")
+            setattr(parent, name, linear.in_codes(one.form, rngs=rngs, dtype=dtype))
+    return layer

@@ -37,7 +37,7 @@ from moe_jax.nn.inputs import (
 from moe_jax.nn.inside import ChangeLogits, TokenRouting
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layer_words import layer_lines
-from moe_jax.nn.layers import Embed, Head
+from moe_jax.nn.layers import Embed, Head, Table
 from moe_jax.nn.moe import Router, StackedStats, sum_of_losses
 from moe_jax.nn.sown import forget_captures
 from moe_jax.nn.stack import Stack, StackOutput
@@ -449,8 +449,8 @@ class Decoder(Summarised):
         mixing = Distillation(weight, temperature, head)
         return self.lm_head.distilled_loss(x, targets, weights, self._tied(), mixing, right)
 
-    def _tied(self) -> Float[Array, "V d"] | None:
-        return self.embed.embedding[...] if self.config.tie_embeddings else None
+    def _tied(self) -> Table | None:
+        return self.embed.table() if self.config.tie_embeddings else None
 
 
 def unstacked(model: Decoder) -> Decoder:

@@ -3,7 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+from flax import nnx
+
 from moe_jax.core.formatting import index_set
+from moe_jax.experts.forms.kernel_of_codes import CodedLevels
+from moe_jax.experts.linear import Linear
 
 MOST_KINDS = 10
 
@@ -14,6 +18,8 @@ def layer_words(block: Any) -> str:
     words = {name: _words(part) for name, part in parts.items() if part is not None}
     if "cross_attention" in words:
         words["cross_attention"] = f"cross-{words['cross_attention'].removesuffix(', bidirectional')}"
+    if coded := _codes_in_words(block):
+        words["codes"] = f"linear maps {coded}"
     name, own = type(block).__name__, not type(block).__module__.startswith("moe_jax.")
     return ": ".join(filter(None, (name if own or not words else "", "; ".join(words.values()))))
 
@@ -28,6 +34,13 @@ def layer_lines(segments: Iterable[Any]) -> list[str]:
     lines = [f"layer{'s' * (len(layers) > 1)} {index_set(layers)}: {words}" for words, layers in kinds.items()]
     more = len(lines) - MOST_KINDS
     return lines if more <= 0 else [*lines[:MOST_KINDS], f"layers of {more} more kinds"]
+
+
+def _codes_in_words(block: Any) -> str:
+    """Returns the codes of linear maps outside the bank of experts; empty if there are none."""
+    modules = nnx.iter_modules(block) if isinstance(block, nnx.Module) else ()
+    outside = (module for path, module in modules if "experts" not in path and isinstance(module, Linear))
+    return " and ".join(sorted({one.form.codes.describe() for one in outside if isinstance(one.form, CodedLevels)}))
 
 
 def _words(part: Any) -> str:

@@ -8,10 +8,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError
+from moe_jax.experts.coded_table import CodedTable
 from moe_jax.experts.devices import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
 from moe_jax.experts.linear import Leaves, apply_ffn, ffn_linears
 from moe_jax.experts.linear import Linear as Linear
-from moe_jax.experts.shapes import FFNConfig, normal_kernel
+from moe_jax.experts.shapes import FFNConfig, Matrix, normal_kernel
 from moe_jax.functional.cross_entropy import (
     Distillation,
     DistilledLoss,
@@ -23,7 +24,11 @@ from moe_jax.functional.cross_entropy import (
 from moe_jax.functional.dense import layer_norm, linear_float32, rms_norm
 from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.linear_codes import EMBED, HEAD, codes_of
 from moe_jax.nn.inputs import Ids, as_array, as_ids, check_range
+
+Table = Float[Array, "V d"] | CodedTable
+"""Embeddings of all tokens."""
 
 
 class Norm(nnx.Module):
@@ -66,21 +71,32 @@ class FFN(nnx.Module):
         return apply_ffn(linears, x, self.config.activation, key)
 
 
-class Embed(nnx.Module):
+class Embed(Leaves):
     """Token embeddings [V, d], scaled, plus learned positions [P, d] where the model has them.
+
+    Embeddings in codes are the kernel [d, V] of a head, with leaves `coded/codes` and so on.
 
     Attributes:
       compute_dtype: dtype of the activations.
     """
 
+    embedding: nnx.Param
+    positions: nnx.Param
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, compute_dtype: DTypeLike = jnp.float32):
         dtype = jnp.dtype(config.dtype)
+        self.codes = codes_of(config.codes, EMBED)
+        self.matrix = Matrix("", (config.d_model, config.vocab_size))
+        if self.codes is None:
+            leaves = {"embedding": normal_kernel(rngs, (config.vocab_size, config.d_model), dtype)}
+        else:
+            leaves = self.codes.fresh(rngs, self.matrix, (), dtype)
+        if config.learned_positions:
+            leaves["positions"] = normal_kernel(rngs, (config.max_positions, config.d_model), dtype)
+        super().__init__(leaves, _is_trained)
         self.scale = config.embed_scale
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.has_positions = config.learned_positions
-        self.embedding = nnx.Param(normal_kernel(rngs, (config.vocab_size, config.d_model), dtype))
-        if self.has_positions:
-            self.positions = nnx.Param(normal_kernel(rngs, (config.max_positions, config.d_model), dtype))
 
     def __call__(
         self,
@@ -103,7 +119,7 @@ class Embed(nnx.Module):
         if (tokens is None) == (embeddings is None):
             raise InputError("a model takes either tokens or embeddings, and exactly one of them")
         if embeddings is not None:
-            width = self.embedding.shape[-1]
+            width, _ = self.matrix.shape
             embeddings = as_array("embeddings", embeddings, "floating-point numbers", (None, None, width))
             x = embeddings.astype(self.compute_dtype)
         else:
@@ -127,9 +143,24 @@ class Embed(nnx.Module):
         Raises:
           InputError: for what `inputs.as_ids` refuses.
         """
-        tokens = as_ids("tokens", tokens, self.embedding.shape[-2])
-        x = jnp.take(_whole_rows(self.embedding[...]), tokens, axis=0).astype(self.compute_dtype)
+        tokens, table = as_ids("tokens", tokens, self.matrix.shape[1]), self.table()
+        if isinstance(table, CodedTable):
+            x = table.look_up(jnp.asarray(tokens))
+        else:
+            x = jnp.take(_whole_rows(table), tokens, axis=0)
+        x = x.astype(self.compute_dtype)
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, self.compute_dtype)
+
+    def table(self) -> Table:
+        """Returns what a tied head needs: the embeddings of all tokens, as they are stored."""
+        if self.codes is None:
+            return self.embedding[...]
+        return CodedTable(self.codes, self.matrix, self.arrays())
+
+
+def _is_trained(path: str, array: Array) -> bool:
+    """Codes and zero points are not."""
+    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def default_positions(shape: tuple[int, ...]) -> Int[Array, "B T"]:
@@ -152,6 +183,8 @@ def _whole_rows(embedding: Float[Array, "V d"]) -> Float[Array, "V d"]:
 class Head(Leaves):
     """Computes logits `cap(scale * (x W + b))`, float32; W is a kernel [d, V], or the transposed embedding.
 
+    A kernel in codes has leaves `coded/codes` and so on.
+
     With `head_hidden`, x is first replaced by `tanh(x H + h)`: leaves `hidden/kernel` [d, d] and `hidden/bias` [d].
     """
 
@@ -162,25 +195,32 @@ class Head(Leaves):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         shape = (config.d_model, config.num_outputs)
-        leaves = {} if config.tie_embeddings else {"kernel": normal_kernel(rngs, shape, dtype)}
+        self.codes, self.matrix = codes_of(config.codes, HEAD), Matrix("", shape)
+        if self.codes is not None:
+            leaves = self.codes.fresh(rngs, self.matrix, (), dtype)
+        else:
+            leaves = {} if config.tie_embeddings else {"kernel": normal_kernel(rngs, shape, dtype)}
         if config.head_bias:
             leaves["bias"] = jnp.zeros(shape[1], dtype)
         if config.head_hidden:
             leaves["hidden/kernel"] = normal_kernel(rngs, (config.d_model, config.d_model), dtype)
             leaves["hidden/bias"] = jnp.zeros(config.d_model, dtype)
-        super().__init__(leaves)
+        super().__init__(leaves, _is_trained)
         self.is_hidden = config.head_hidden
         self.is_tied, self.has_bias = config.tie_embeddings, config.head_bias
         self.scale, self.soft_cap = config.logit_scale, config.logit_soft_cap
 
-    def __call__(self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None) -> Float[Array, "B T V"]:
+    def __call__(self, x: Float[Array, "B T d"], embedding: Table | None = None) -> Float[Array, "B T V"]:
         """Returns the logits; a tied head needs the embedding."""
-        kernel, bias = self._arrays(embedding)
-        logits = linear_float32(self._hidden(x), kernel.T if self.is_tied else kernel)
+        table, bias = self._arrays(embedding)
+        if isinstance(table, CodedTable):
+            logits = table.logits(self._hidden(x))
+        else:
+            logits = linear_float32(self._hidden(x), table.T if self.is_tied else table)
         return finish_logits(logits, bias, self.scale, self.soft_cap)
 
     def token_losses(
-        self, x: Float[Array, "B T d"], targets: Int[Array, "B T"], embedding: Float[Array, "V d"] | None = None
+        self, x: Float[Array, "B T d"], targets: Int[Array, "B T"], embedding: Table | None = None
     ) -> Float[Array, "B T"]:
         """Returns the negative log-likelihood of every target, float32; only a chunk's logits exist at a time."""
         return token_cross_entropies(*self._operands(x, embedding), targets)
@@ -190,7 +230,7 @@ class Head(Leaves):
         x: Float[Array, "B T d"],
         targets: Int[Array, "B T"],
         weights: Float[Array, "B T"],
-        embedding: Float[Array, "V d"] | None = None,
+        embedding: Table | None = None,
     ) -> Float[Array, ""]:
         """Returns the sum of `weights * token_losses`; its gradient costs less than that of the sum written out."""
         return weighted_cross_entropy(*self._operands(x, embedding), targets, weights)
@@ -200,7 +240,7 @@ class Head(Leaves):
         x: Float[Array, "B T d"],
         targets: Int[Array, "B T"],
         weights: Float[Array, "B T"],
-        embedding: Float[Array, "V d"] | None,
+        embedding: Table | None,
         mixing: Distillation,
         teacher: TeacherArrays,
     ) -> DistilledLoss:
@@ -209,7 +249,7 @@ class Head(Leaves):
         return distilled_cross_entropy(options, mixing, *operands, targets, weights, teacher)
 
     def teacher_inputs(
-        self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
+        self, x: Float[Array, "B T d"], embedding: Table | None = None
     ) -> tuple[TeacherArrays, HeadOptions]:
         """Returns the arrays and options of a teacher that a student's `distilled_loss` takes instead of logits."""
         options, x, kernel, bias = self._operands(x, embedding)
@@ -223,17 +263,22 @@ class Head(Leaves):
         hidden = linear_float32(x, arrays["kernel"]) + arrays["bias"].astype(jnp.float32)[None, None, :]
         return jnp.tanh(hidden).astype(x.dtype)
 
-    def _arrays(self, embedding: Array | None) -> tuple[Array, Array | None]:
-        """Returns the kernel, which is [V, d] in a tied head, and the bias."""
+    def _arrays(self, embedding: Table | None) -> tuple[Table, Array | None]:
+        """Returns the kernel, which is [V, d] in a tied head unless it is in codes, and the bias."""
         assert (embedding is not None) == self.is_tied, "the embedding goes with a tied head, and only with it"
-        return self.kernel[...] if embedding is None else embedding, self.bias[...] if self.has_bias else None
+        bias = self.bias[...] if self.has_bias else None
+        if embedding is None:
+            coded = None if self.codes is None else CodedTable(self.codes, self.matrix, self.arrays())
+            return self.kernel[...] if coded is None else coded, bias
+        return embedding, bias
 
-    def _operands(self, x: Array, embedding: Array | None) -> tuple[HeadOptions, Array, Array, Array | None]:
+    def _operands(self, x: Array, embedding: Table | None) -> tuple[HeadOptions, Array, Array, Array | None]:
         """Returns the options of a loss, the input of the kernel, the kernel and the bias."""
-        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
-        width, vocabulary = kernel.shape[:: -1 if self.is_tied else 1]
-        axes = _axes(x.shape[:2], width, vocabulary)
-        return HeadOptions(self.scale, self.soft_cap, self.is_tied, axes), x, kernel, bias
+        x, table, bias = self._hidden(x), *self._arrays(embedding)
+        is_coded = isinstance(table, CodedTable)
+        kernel, transposed = (table.kernel(x.dtype), False) if is_coded else (table, self.is_tied)
+        axes = _axes(x.shape[:2], *self.matrix.shape)
+        return HeadOptions(self.scale, self.soft_cap, transposed, axes), x, kernel, bias
 
 
 def _axes(batch: tuple[int, ...], width: int, vocabulary: int) -> LossAxes | None:

@@ -8,9 +8,9 @@ before and after; the activations between two layers are a file, and a pass that
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moe_jax.checks.streamed_layers import EMBEDDING, apply_final_norm, text_loss
+from moe_jax.checks.streamed_layers import apply_final_norm, head_leaves, text_loss
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
 from moe_jax.compression.calibration.expert_statistics import moments, squares, tokens_per_expert, total_weights
@@ -38,16 +38,10 @@ from moe_jax.files.file_work import FileWorkplace
 from moe_jax.files.staging import ANALYSIS
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig
 
 _HEAD = "lm_head/kernel"
 _WHOLE, _CODED = 0, 1  # of the two models whose activations a file has
-
-
-class Losses(NamedTuple):
-    """Negative log-likelihoods of the text, nats per token: of the model as it was, and in codes."""
-
-    before: float
-    after: float
 
 
 class CodedPass:
@@ -59,7 +53,16 @@ class CodedPass:
       shape: how many rows the text has, and tokens in each.
     """
 
-    def __init__(self, source: ModelSource, rows: CalibrationRows, folder: Path, *, mesh: Mesh, batch_size: int = 8):
+    def __init__(
+        self,
+        source: ModelSource,
+        rows: CalibrationRows,
+        folder: Path,
+        *,
+        mesh: Mesh,
+        batch_size: int = 8,
+        embedding: ModelSource | None = None,
+    ):
         """Embeds the text, or continues an interrupted pass over the same one.
 
         Args:
@@ -68,6 +71,7 @@ class CodedPass:
           folder: of this pass alone.
           mesh: devices that share the rows of a batch.
           batch_size: rows computed at a time.
+          embedding: the model with the embedding as it is stored now; None: it stays as it is.
 
         Raises:
           InputError: if the model has an encoder, or there is no room on the disk.
@@ -83,12 +87,13 @@ class CodedPass:
         self._programs: dict[Any, Any] = {}
         self._experts: SourceLayer | None = None  # of the layer that is begun, if it is an MoE
         self._states_shape = (2, *self.shape, config.d_model)
-        self.next = int((folder / NEXT).read_text("utf-8")) if (folder / NEXT).is_file() else 0
-        if not (folder / NEXT).is_file():
+        self.next = int((folder / NEXT).read_text("utf-8")) if has_begun(folder) else 0
+        if not has_begun(folder):
             states = self._states(0, to_fill=True)
-            embedded = embedded_rows(source, rows, self._batches, self._size, folder=folder / EYE, mesh=mesh)
-            for batch, x in embedded:
-                states[:, batch] = x
+            for model, given in enumerate([source] if embedding is None else [source, embedding]):
+                embedded = embedded_rows(given, rows, self._batches, self._size, folder=folder / EYE, mesh=mesh)
+                for batch, x in embedded:
+                    states[model:, batch] = x  # of the one in codes, too, unless there is another one
             note_progress(folder, states, "0")
 
     def begin(self, layer: int) -> None:
@@ -119,13 +124,18 @@ class CodedPass:
             calibration = NOT_YET_RECORDED._replace(rows=recorded)
             self._experts = SourceLayer(self._source, layer, calibration=calibration)
 
+    def rows_of_experts(self) -> LayerRows:
+        """Returns the inputs of the experts of the layer, which is an MoE."""
+        assert self._experts is not None and self._experts.rows is not None
+        return self._experts.rows
+
     def moments(self, path: str) -> Iterator[Float[np.ndarray, "i i"]]:
         """Yields the second moment of what a kernel of the layer is given, or one for every expert; sums over tokens.
 
         The head's are known when all layers are finished.
         """
         if path == _HEAD:
-            yield self._moment_of_head()
+            yield self.moment_of_head()
         elif self._experts is not None and "/experts/" in path:
             yield from moments(self._experts, _matrix(path))
         else:
@@ -154,14 +164,21 @@ class CodedPass:
         Raises:
           InputError: if what the layer gives is not finite.
         """
+        leaves = {_below(path): leaf for path, leaf in decoded.items()}
+        self._end(self._layer.with_leaves(leaves) if decoded else None)
+
+    def finish_as(self, written: ModelSource) -> None:
+        """Ends a layer, given a model that has it as it is stored now; errors as of `finish`."""
+        self._end(PlacedLayer(written, self.next, self._mesh, self._programs))
+
+    def _end(self, coded: PlacedLayer | None) -> None:
         before, after = self._states(self.next), self._after
         # What `begin` found is that of a layer without codes, after the coded layers before it.
         if all(np.array_equal(before[_WHOLE, batch], before[_CODED, batch]) for batch in self._batches):
             after[_WHOLE] = after[_CODED]
         else:
             self._apply(self._layer, before, _WHOLE)
-        if decoded:
-            coded = self._layer.with_leaves({_below(path): leaf for path, leaf in decoded.items()})
+        if coded is not None:
             self._apply(coded, before, _CODED)
         self.next += 1
         note_progress(self.folder, after, str(self.next))
@@ -180,46 +197,102 @@ class CodedPass:
             raise InputError(f"calibration: what layer {self.next} gives is not finite; mend the model")
         self._after[model, batch] = y
 
-    def losses(self, decoded: Mapping[str, np.ndarray]) -> Losses:
-        """Returns the losses on the text after the last layer, given the head if that is in codes."""
-        whole = self._last_leaves()
-        found = []
-        states = self._states(self.next)
+    def losses(self, decoded: Mapping[str, np.ndarray]) -> tuple[float, float]:
+        """Returns the losses of the text, nats per token, of the model as it was, and in codes.
 
+        They are known after the last layer, given the head if that is in codes.
+        """
+        whole = self._last_leaves()
+        return self._loss(_WHOLE, self._source.config, whole), self._loss(
+            _CODED, self._source.config, whole | dict(decoded)
+        )
+
+    def losses_of(self, written: ModelSource) -> tuple[float, float]:
+        """Returns `losses`, given a model with the head as it is stored now."""
+        leaves = {path: written.read(path) for path in head_leaves(written.config, written.specs())}
+        before = self._loss(_WHOLE, self._source.config, self._last_leaves())
+        return before, self._loss(_CODED, written.config, leaves)
+
+    def _loss(self, model: int, config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> float:
         @jax.jit
         def of_window(leaves: Any, x: Array, targets: Array, weights: Array) -> Array:
-            return text_loss(self._source.config, leaves, x[None], targets[None], weights[None])
+            return text_loss(config, leaves, x[None], targets[None], weights[None])
 
-        for model, leaves in ((_WHOLE, whole), (_CODED, whole | dict(decoded))):
-            placed, total = jax.tree.map(jnp.asarray, dict(leaves)), 0.0
-            for x, targets, weights in zip(states[model], self._rows.targets, self._rows.weights, strict=True):
-                total += float(of_window(placed, np.asarray(x), targets, weights))
-            found.append(total / max(float(self._rows.weights.sum()), 1.0))
-        return Losses(*found)
+        placed, total, states = jax.tree.map(jnp.asarray, dict(leaves)), 0.0, self._states(self.next)[model]
+        for x, targets, weights in zip(states, self._rows.targets, self._rows.weights, strict=True):
+            total += float(of_window(placed, np.asarray(x), targets, weights))
+        return total / max(float(self._rows.weights.sum()), 1.0)
 
-    def _moment_of_head(self) -> Float[np.ndarray, "d d"]:
-        config, leaves = self._source.config, jax.tree.map(jnp.asarray, self._last_leaves())
-        total = jnp.zeros((config.d_model,) * 2, jnp.float32)
-
-        @jax.jit
-        def of_batch(leaves: Any, x: Array, valid: Array) -> Array:
-            every = apply_final_norm(config, leaves, x).reshape(-1, config.d_model)
-            rows = jnp.where(valid.reshape(-1, 1), every, 0.0)
-            return jnp.matmul(rows.T, rows, precision="highest")
-
+    def moment_of_head(self) -> Float[np.ndarray, "d d"]:
+        """Returns the second moment of what the head is given, a sum over tokens, when all layers are finished."""
         states = self._states(self.next)[_CODED]
-        for batch in self._batches:
-            total = total + of_batch(leaves, np.asarray(states[batch]), self._rows.valid[batch])
-        return np.asarray(total)
+        return _moment_before_head(self._source.config, self._last_leaves(), states, self._rows, self._batches)
 
     def _last_leaves(self) -> dict[str, np.ndarray]:
-        names = ("final_norm/", "lm_head/", *([EMBEDDING] if self._source.config.tie_embeddings else []))
-        return {path: self._source.read(path) for path in self._source.specs() if path.startswith(names)}
+        return {path: self._source.read(path) for path in head_leaves(self._source.config, self._source.specs())}
 
     def _states(self, layer: int, *, to_fill: bool = False) -> np.memmap:
         """Opens the inputs of a layer: of the whole model, and of the one in codes."""
         file = self.folder / f"states{layer % 2}.npy"
         return open_states(file, np.float32, self._states_shape if to_fill else None)
+
+
+def begin_pass(source: ModelSource, embedding: ModelSource | None, **how: Any) -> CodedPass:
+    """Begins a pass, or continues it; arguments as of `CodedPass`."""
+    return CodedPass(source, embedding=embedding, **how)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether the pass of this folder has embedded its text."""
+    return (folder / NEXT).is_file()
+
+
+def moment_of_head(
+    source: ModelSource, rows: CalibrationRows, folder: Path, *, mesh: Mesh, batch_size: int = 8
+) -> Float[np.ndarray, "d d"]:
+    """Returns the second moment of what the head of a model is given on a text, a sum over tokens.
+
+    The model runs over the text as it is, for the codes of an embedding that is also the head; `folder` is of the job
+    alone, and keeps the result.
+    """
+    file = folder / "moment_of_head.npy"
+    if not file.is_file():
+        config, programs = source.config, {}
+        size, batches = batches_of(len(rows), batch_size, mesh)
+        with jax.set_mesh(mesh), tempfile.NamedTemporaryFile(dir=folder, suffix=".npy") as room:
+            shape = (len(rows), rows.length, config.d_model)
+            states = np.lib.format.open_memmap(room.name, mode="w+", dtype=np.float32, shape=shape)
+            for batch, x in embedded_rows(source, rows, batches, size, mesh=mesh):
+                states[batch] = x
+            for i in range(config.num_layers):
+                layer = PlacedLayer(source, i, mesh, programs)
+                for batch in batches:
+                    states[batch] = layer.apply(np.asarray(states[batch]), size, rows.valid[batch])[0]
+            leaves = {path: source.read(path) for path in head_leaves(config, source.specs())}
+            total = _moment_before_head(config, leaves, states, rows, batches)
+        with as_path(file).replacing() as place:
+            np.save(place, total, allow_pickle=False)
+    return np.load(file, allow_pickle=False)
+
+
+def _moment_before_head(
+    config: ModelConfig,
+    leaves: Mapping[str, np.ndarray],
+    states: Float[np.ndarray, "N L d"],
+    rows: CalibrationRows,
+    batches: Sequence[slice],
+) -> Float[np.ndarray, "d d"]:
+    placed, total = jax.tree.map(jnp.asarray, dict(leaves)), jnp.zeros((config.d_model,) * 2, jnp.float32)
+
+    @jax.jit
+    def of_batch(leaves: Any, x: Array, valid: Array) -> Array:
+        every = apply_final_norm(config, leaves, x).reshape(-1, config.d_model)
+        counted = jnp.where(valid.reshape(-1, 1), every, 0.0)
+        return jnp.matmul(counted.T, counted, precision="highest")
+
+    for batch in batches:
+        total = total + of_batch(placed, np.asarray(states[batch]), rows.valid[batch])
+    return np.asarray(total)
 
 
 @contextlib.contextmanager

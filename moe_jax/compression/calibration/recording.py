@@ -72,12 +72,14 @@ class Calibration(NamedTuple):
       layers: by the index of the MoE layer.
       folder: of the recording; None: in memory.
       keep: an object that must live as long as this: its folder, if that is a temporary one.
+      rows: the rows that the model was run on; None: there is no text.
     """
 
     text: Path
     layers: Mapping[int, LayerCalibration]
     folder: Path | None = None
     keep: Any = None
+    rows: CalibrationRows | None = None
 
 
 def inputs_file(folder: Path, layer: int) -> Path:

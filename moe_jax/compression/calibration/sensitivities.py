@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from moe_jax.checks.streamed_layers import EMBEDDING, output_logits, text_loss
+from moe_jax.checks.streamed_layers import head_leaves, output_logits, text_loss
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows, as_rows
 from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
 from moe_jax.compression.calibration.placed_layer import PlacedLayer, apply_in_batches, batches_of, open_states
@@ -149,7 +149,7 @@ class _GradientPass:
 
         The logits of one window are in memory at a time.
         """
-        leaves = self.leaves("final_norm/", "lm_head/", *([EMBEDDING] if self.config.tie_embeddings else []))
+        leaves = {path: self.source.read(path) for path in head_leaves(self.config, self.source.specs())}
         placed = jax.tree.map(jnp.asarray, leaves)
 
         def loss(x: jax.Array, placed: dict[str, jax.Array], targets: jax.Array, weights: jax.Array) -> jax.Array:
@@ -189,9 +189,6 @@ class _GradientPass:
         Two files in turn: that of the layer after is whole until this one is.
         """
         return open_states(self.states / f"backwards{layer % 2}.npy", np.float32, self.shape if to_fill else None)
-
-    def leaves(self, *prefixes: str) -> dict[str, np.ndarray]:
-        return {path: self.source.read(path) for path in self.source.specs() if path.startswith(prefixes)}
 
     def tell(self, done: int) -> None:
         self.progress("measuring what depends on tokens", done, 2 * self.layers - self.first)
@@ -286,9 +283,7 @@ def measure_sensitivities(
                     advance()
             whole, copies = apply_in_batches(layer, whole, batch_size, mesh, rows.valid), after
             advance()
-    last = {path: source.read(path) for path in source.specs() if path.startswith(("final_norm/", "lm_head/"))}
-    if config.tie_embeddings:
-        last[EMBEDDING] = source.read(EMBEDDING)
+    last = {path: source.read(path) for path in head_leaves(config, source.specs())}
     advance_one = partial(advance, count * _PASSES_OF_PREDICTIONS / max(1, len(copies) * len(whole)))
     divergences = _divergences(config, last, whole, list(copies.values()), rows.predicting, advance_one)
     progress("measuring what depends on layers", config.num_layers, config.num_layers)

@@ -9,7 +9,8 @@ import numpy as np
 
 from moe_jax.compression.alignment.matching import AlignmentProgress
 from moe_jax.compression.coding.storage import AnyLayout
-from moe_jax.compression.options.in_common import AroundCentre, MethodOptions
+from moe_jax.compression.linear_maps import LinearMap
+from moe_jax.compression.options.in_common import AroundCentre, MethodOptions, Of
 from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
 from moe_jax.conversion.families import FAMILIES
@@ -17,7 +18,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.models import FFNConfig, ModelConfig, MoEConfig
+from moe_jax.models import FFNConfig, LinearCodes, ModelConfig, MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
 """Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
@@ -83,6 +84,16 @@ class Method(MethodOptions, abc.ABC):
     origin: ClassVar[str | None] = None
     planned_centre_bits: ClassVar[int | None] = None
     needs_sensitivities: ClassVar[bool] = False
+
+    @property
+    def part(self) -> Of:
+        """The part of the model that is compressed."""
+        return getattr(self, "of", "experts")
+
+    def linear_codes(self, maps: Sequence[LinearMap], analyses: Mapping[int, Analysis]) -> dict[str, LinearCodes]:
+        """Returns the codes of linear maps outside the experts, by their paths; by default there are none."""
+        del maps, analyses
+        return {}
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the options do not go with the layers to compress; from their configs alone."""

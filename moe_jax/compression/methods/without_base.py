@@ -33,6 +33,7 @@ from moe_jax.compression.coding.coder import ExpertCoder, LeastError
 from moe_jax.compression.coding.pruning import mean_shares
 from moe_jax.compression.coding.quantizer import nearest_codes, read_grid, stored
 from moe_jax.compression.coding.write_experts import write_experts
+from moe_jax.compression.linear_maps import LinearMap, usual_codes
 from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, all_alike
 from moe_jax.compression.options.of_kernels import (
     HQQOptions,
@@ -47,7 +48,7 @@ from moe_jax.core.code_options import Levels
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.coding import Encoded, Layout, MoreOfCodes, Wanted
 from moe_jax.functional.codes import LEVELS, SCALE_DTYPE, Grid, scale_leaves, scales_of
-from moe_jax.models import MoEConfig
+from moe_jax.models import LinearCodes, MoEConfig
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20
 """p, beta, its factor, and the number of steps: as published."""
@@ -210,6 +211,11 @@ class PlainQuantize(PlainQuantizeOptions, WithoutBase):
     @property
     def wanted(self) -> Wanted:
         return Wanted(form=Quantized, **self.codes_options)
+
+    def linear_codes(self, maps: Sequence[LinearMap], analyses: Mapping[int, Analysis]) -> dict[str, LinearCodes]:
+        bits = {"attention": self.rest_bits or self.bits, "embedding": self.embedding_bits or max(self.bits, 4)}
+        bits |= {"dense": bits["attention"], "head": bits["embedding"]}
+        return {one.path: usual_codes(one, bits[one.part], self.codes_options) for one in maps}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

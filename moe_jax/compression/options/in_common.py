@@ -2,16 +2,18 @@
 
 import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from moe_jax.core.code_options import BaseCodesOptions, Code, ExpertCodesOptions, Levels
-from moe_jax.core.errors import InputError
+from moe_jax.core.code_options import BITS, BaseCodesOptions, Code, ExpertCodesOptions, Levels
+from moe_jax.core.errors import InputError, check_member
 
 if TYPE_CHECKING:  # it imports JAX
     from moe_jax.compression.methods.interface import Method
 
 SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")
 """Solvers of the alignment of experts, see `compression.alignment.barycenter`."""
+Of = Literal["experts", "rest", "model"]
+"""The parts of a model that a method compresses."""
 IDENTITY = "identity"
 """A solver that leaves the neurons in the order in which they are: the centre is the average expert."""
 SHARES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5)
@@ -88,6 +90,31 @@ class OfCodes:
         made: Any = ExpertCodesOptions
         made(**options)
         return options
+
+
+class OfLinearMaps:
+    """Options of methods that can also put linear maps outside the experts in codes. They are among their own fields.
+
+    Attributes:
+      of: what is compressed: the `experts`; the `rest`, which are attention, dense and shared FFNs, embedding and head;
+        or the whole `model`. Norms, routers and biases stay as they are.
+      rest_bits: of attention, dense and shared FFNs; by default `bits`.
+      embedding_bits: of the embedding and the head; by default `bits`, but at least 4.
+    """
+
+    of: Of
+    rest_bits: int | None
+    embedding_bits: int | None
+
+    def check_of(self) -> None:
+        """Raises `InputError` for a value out of range, or bits of what is not compressed."""
+        check_member("of", self.of, get_args(Of))
+        for name in ("rest_bits", "embedding_bits"):
+            bits = getattr(self, name)
+            if bits is not None and bits not in BITS:
+                raise InputError(f"{name}={bits} must be one of {', '.join(map(str, BITS))}")
+            if bits is not None and self.of == "experts":
+                raise InputError(f"{name}={bits} goes with of=model or of=rest: only the experts are compressed")
 
 
 class AroundCentre:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal, get_args
 
-from moe_jax.compression.options.in_common import SHARES, MethodOptions, OfCodes
+from moe_jax.compression.options.in_common import SHARES, MethodOptions, Of, OfCodes, OfLinearMaps
 from moe_jax.core.code_options import BITS, DEFAULT_GROUP_SIZE, ExpertCodesOptions, Levels, check_levels
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.core.form_options import (
@@ -61,7 +61,7 @@ class SVDOptions(MethodOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainQuantizeOptions(OfCodes, MethodOptions):
+class PlainQuantizeOptions(OfCodes, OfLinearMaps, MethodOptions):
     """Every weight rounded to the nearest level; the scale of a group is the one of least squared error.
 
     Attributes:
@@ -80,10 +80,14 @@ class PlainQuantizeOptions(OfCodes, MethodOptions):
     scale_bits: int = 16
     zero_points: bool = False
     row_scales: bool = False
+    of: Of = "experts"
+    rest_bits: int | None = None
+    embedding_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_levels(self.levels, self.bits, zero_points=self.zero_points)
         self.codes_options  # noqa: B018  (checks them)
+        self.check_of()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""A model whose linear maps are in codes, read as if these were whole: for what has no codes of its own."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.core.finite import cast
+from moe_jax.core.formatting import count_bytes
+from moe_jax.experts.forms import Coded, Matrix
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.models.linear_codes import EMBED
+
+_EMBEDDING = f"{EMBED}/embedding"
+
+
+def has_linear_codes(config: ModelConfig) -> bool:
+    """Whether linear maps outside the experts, the embedding or the head are in codes."""
+    return bool(config.codes) or any(layer.codes for layer in config.layers)
+
+
+def without_codes(source: ModelSource) -> ModelSource:
+    """Returns the model with whole kernels in place of codes; itself if none of its linear maps are in codes."""
+    return _WithoutCodes(source) if has_linear_codes(source.config) else source
+
+
+class _WithoutCodes(ModelSource):
+    """Decodes kernels when they are read, in the dtype of their layer's norm, or of the one after the last layer."""
+
+    def __init__(self, source: ModelSource):
+        config = source.config
+        layers = tuple(dataclasses.replace(layer, codes=()) for layer in config.layers)
+        self.config = dataclasses.replace(config, layers=layers, codes=())
+        self._source, self._stored = source, source.specs()
+        self._forms: dict[str, Coded] = {path: one.form for one in config.codes for path in one.paths}
+        for index, layer in enumerate(config.layers):
+            self._forms |= {f"layers/{index}/{path}": one.form for one in layer.codes for path in one.paths}
+        self._specs = {
+            path: self._stored.get(path) or jax.ShapeDtypeStruct(spec.shape, self._dtype(path, spec.dtype))
+            for path, spec in leaf_specs(self.config).items()
+        }
+
+    @property
+    def path(self) -> Path:
+        return self._source.path
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        return self._source.tokenizer_files
+
+    @property
+    def lineage(self) -> Sequence[dict[str, Any]]:
+        return self._source.lineage
+
+    @property
+    def base(self) -> ModelSource | None:
+        return self._source.base
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return self._specs
+
+    def read(self, path: str) -> np.ndarray:
+        if path in self._stored:
+            return self._source.read(path)
+        module, spec = path.rsplit("/", 1)[0], self._specs[path]
+        form, shape = self._forms[module], spec.shape[::-1] if path == _EMBEDDING else spec.shape
+        matrix = Matrix("", (shape[0], shape[1]))
+        names = form.leaf_names(matrix)
+        arrays = {name: jnp.asarray(self._source.read(f"{module}/{name}")) for name in names}
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            kernel = np.asarray(form.materialise(None, arrays, matrix))
+        return cast(path, kernel.T if path == _EMBEDDING else kernel, spec.dtype)
+
+    def stored_bytes(self, path: str) -> int:
+        return self._source.stored_bytes(path) if path in self._stored else count_bytes([self._specs[path]])
+
+    def fingerprint(self) -> str:
+        return self._source.fingerprint()
+
+    def _dtype(self, path: str, default: np.dtype) -> np.dtype:
+        prefix = "/".join(path.split("/")[:2]) if path.startswith("layers/") else "final_norm"
+        named = [name for name in self._stored if name.startswith(prefix) and name.endswith("norm/scale")]
+        norms = (self._stored[name].dtype for name in named)
+        return next((dtype for dtype in norms if jnp.issubdtype(dtype, jnp.floating)), default)

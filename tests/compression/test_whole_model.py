@@ -1,0 +1,155 @@
+"""Attention, dense FFNs, embedding and head in codes beside the experts: what is stored, and what it means."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.commands.cli import main
+from moe_jax.compression.calibration.coded_pass import CodedPass
+from moe_jax.compression.linear_maps import linear_maps
+from moe_jax.core.errors import InputError
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.without_codes import without_codes
+from moe_jax.models import LinearCodes
+from tests.support.dense_models import random_leaves, write_model
+from tests.support.numerics import logits_of
+from tests.support.tiers import one_in
+
+CODES = ("--method", "quantize", "--bits", "4", "--group-size", "8", "--of", "model")
+LOSSES = r"the calibration text: (\d\.\d{4}) nats per token before, (\d\.\d{4}) now"
+
+
+def compressed(model, out, *more) -> int:
+    return main(["compress", str(model), str(out), *CODES, *map(str, more)])
+
+
+def by_text(text, samples=6) -> tuple[str, ...]:
+    return "--calibrate", str(text), "--samples", str(samples), "--seq-len", "32"
+
+
+def logits(model, tokens) -> np.ndarray:
+    return np.asarray(logits_of(moe_jax.load(model).decoder, jnp.asarray(tokens)))
+
+
+@pytest.fixture
+def windows(text) -> np.ndarray:
+    ids = np.frombuffer(text.read_bytes(), np.uint8)
+    return ids[: len(ids) // 32 * 32].reshape(-1, 32).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def coded(models, tmp_path_factory):
+    """`moe` with everything in codes of 4 bits."""
+    out = tmp_path_factory.mktemp("coded") / "model"
+    moe_jax.compress(models["moe"], out, method="quantize", bits=4, group_size=8, of="model", zero_points=True)
+    return out
+
+
+def test_a_model_in_codes_is_its_decoded_self(coded, windows, tmp_path):
+    ours = logits(coded, windows)
+    source = moe_jax.load(coded).source
+    assert source.config.codes and all(layer.codes for layer in source.config.layers)
+    whole = without_codes(source)
+    assert not whole.config.codes and linear_maps(whole.config) and not linear_maps(source.config)
+    moe_jax.export(coded, tmp_path / "hf")
+    assert np.array_equal(ours, logits(tmp_path / "hf", windows))
+    tokens = jnp.asarray(windows)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    losses = [float(moe_jax.Model.of_source(one).decoder.loss(batch)) for one in (source, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_tied_table_is_coded_once(models, windows, tmp_path):
+    tied = dataclasses.replace(moe_jax.load(models["dense"]).source.config, tie_embeddings=True)
+    model = write_model(tmp_path / "tied", tied, random_leaves(tied))
+    small = moe_jax.compress(model, None, method="quantize", bits=8, group_size=8, of="model")
+    assert [part["part"] for part in small.report.to_json()["parts"]] == ["embedding", "attention", "dense"]
+    before, after = logits(model, windows), np.asarray(small.decoder(jnp.asarray(windows)).logits)
+    assert np.abs(after - before).max() < 0.05 * np.abs(before).max()
+
+
+@one_in(2)
+@pytest.mark.parametrize("model", ["moe", "dense"])
+def test_a_text_makes_outputs_change_less_and_the_losses_are_said(models, text, windows, tmp_path, capfd, model):
+    assert compressed(models[model], tmp_path / "rounded") == 0
+    assert compressed(models[model], tmp_path / "by_text", *by_text(text, len(windows))) == 0
+    said = capfd.readouterr().out
+    whole, rounded, ours = (logits(one, windows) for one in (models[model], tmp_path / "rounded", tmp_path / "by_text"))
+    assert np.square(ours - whole).mean() < 0.8 * np.square(rounded - whole).mean()
+    found = re.search(LOSSES, said)
+    assert found is not None, said
+    for stated, given in zip(found.groups(), (whole, ours), strict=True):
+        shifted = given[:, :-1].astype(np.float64)
+        told = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        nll = -np.take_along_axis(told, windows[:, 1:, None], -1).mean()
+        assert float(stated) == pytest.approx(nll, abs=2e-4)
+
+
+@one_in(3, first=1)
+@pytest.mark.parametrize(("layer", "when"), [(1, "finish_as"), (0, "begin"), (2, "begin")])
+def test_a_killed_job_goes_on(models, text, tmp_path, monkeypatch, layer, when):
+    once, again = tmp_path / "once", tmp_path / "again"
+    assert compressed(models["moe"], once, *by_text(text)) == 0
+    whole = getattr(CodedPass, when)
+
+    def stop(self, given):
+        if self.next == layer:
+            raise OSError("as if the disk was full")
+        return whole(self, given)
+
+    monkeypatch.setattr(CodedPass, when, stop)
+    assert compressed(models["moe"], again, *by_text(text)) != 0
+    assert not again.exists()
+    monkeypatch.setattr(CodedPass, when, whole)
+    begun = []
+    begin = CodedPass.begin
+    monkeypatch.setattr(CodedPass, "begin", lambda self, layer: (begun.append(layer), begin(self, layer)))
+    assert compressed(models["moe"], again, *by_text(text)) == 0
+    assert begun[0] == layer
+    assert moe_jax.load(once).source.fingerprint() == moe_jax.load(again).source.fingerprint()
+
+
+def test_the_rest_alone_keeps_experts_of_any_kind(models, text, windows, tmp_path):
+    small = moe_jax.compress(models["moe"], tmp_path / "deltas", method="ders-quantize", bits=4, group_size=8)
+    options = {"method": "quantize", "bits": 4, "group_size": 8, "of": "rest", "embedding_bits": 8}
+    both = moe_jax.compress(small.path, tmp_path / "both", calibrate=text, samples=6, seq_len=32, **options)
+    old, new = small.source, both.source
+    kept = [path for path in old.specs() if "/experts/" in path or "norm/" in path]
+    assert kept and all(np.array_equal(old.read(path), new.read(path)) for path in kept)
+    assert {one.bits for one in new.config.codes} == {8}
+    before, after = logits(small.path, windows), logits(both.path, windows)
+    assert np.square(after - before).mean() < 0.2 * np.square(before).mean()
+    assert not both.report.layers
+    with pytest.raises(InputError, match="in codes already"):
+        moe_jax.compress(both.path, None, **options)
+
+
+def test_scales_learn_and_codes_stay(coded, windows):
+    decoder, tokens = moe_jax.load(coded).decoder, jnp.asarray(windows)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    grads = nnx.grad(lambda decoder: decoder.loss(batch))(decoder)
+    names = {jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(grads) if jnp.any(leaf)}
+    assert any("'q'" in name and "scales" in name for name in names)
+    assert any("embed" in name and "scales" in name for name in names)
+    assert not any("codes" in name or "zeros" in name for name in names)
+
+
+def test_bad_input(models, failing, tmp_path):
+    out = tmp_path / "none"
+    model = models["moe"]
+    assert "of=model" in failing(model, out, "--method", "quantize", "--bits", "4", "--rest-bits", "4")
+    assert "--layers" in failing(model, out, *CODES, "--layers", "0")
+    assert "rest_bits=5" in failing(model, out, *CODES, "--rest-bits", "5")
+    assert "--of" in failing(models["dense"], out, "--method", "quantize", "--bits", "4")
+    with pytest.raises(InputError, match="attention/w"):
+        config = moe_jax.load(model).source.config
+        layer = dataclasses.replace(config.layers[0], codes=(LinearCodes(paths=("attention/w",), bits=4),))
+        leaf_specs(dataclasses.replace(config, layers=(layer, *config.layers[1:])))
+    with pytest.raises(InputError, match="two kinds"):
+        dataclasses.replace(config.layers[0], codes=(LinearCodes(paths=("attention/q",), bits=4),) * 2)
