@@ -9,17 +9,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from moe_jax.compression.calibration.coded_pass import CodedPass
 from moe_jax.compression.calibration.recording import LayerRows
 from moe_jax.compression.coding.coder import ExpertCoder, LeastError, LeastOutputError
-from moe_jax.compression.linear_maps import LinearMap, coded_leaves
+from moe_jax.compression.linear_maps import LinearMap, coded_leaves, head_and_rows
 from moe_jax.compression.report import LayerFigures, Losses, MapErrors, PartReport
 from moe_jax.compression.source_layer import Write, check_weights
 from moe_jax.core.terminal import Progress
-from moe_jax.model_io.in_memory import ModelInMemory
+from moe_jax.model_io.in_memory import with_changes
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelWriter
 from moe_jax.model_io.model_source import ModelSource
@@ -88,8 +87,7 @@ class InOrder:
                 notes[group], made = self._write_group(group, by_group[group], coded)
                 self.writer.note(group, notes[group])
                 if self.begin_pass is not None:
-                    leaves = _Leaves(made, self.source, leaf_specs(self.config))
-                    written = ModelInMemory(self.config, leaves, path=self.source.path)
+                    written = with_changes(self.source, self.config, made)
                     if group == _FIRST:
                         coded = self.begin_pass(written if made else None)
                     elif group == _LAST:
@@ -166,26 +164,4 @@ class InOrder:
             return None if coded is None else next(coded.moments(one.leaf))
         if not self.source.config.tie_embeddings or self.begin_pass is None:
             return None
-        moment = self.head_moment()
-        # Its errors count twice: in the logits, and in what the first layer is given, where all entries count alike.
-        return moment / max(float(np.mean(np.diagonal(moment))), 1e-30) + np.eye(len(moment), dtype=np.float32)
-
-
-class _Leaves:
-    """Leaves of a model that is being written: those that were made just now, and others as they were."""
-
-    def __init__(self, made: Mapping[str, np.ndarray], source: ModelSource, paths: Any):
-        stored = source.specs()
-        self._made, self._source = made, source
-        self.specs: dict[str, jax.ShapeDtypeStruct] = {}
-        for path in paths:
-            if path in made:
-                self.specs[path] = jax.ShapeDtypeStruct(made[path].shape, made[path].dtype)
-            elif path in stored:
-                self.specs[path] = stored[path]
-
-    def read(self, path: str) -> np.ndarray:
-        return self._made[path] if path in self._made else self._source.read(path)
-
-    def stored_bytes(self, path: str) -> int:
-        return self.read(path).nbytes
+        return head_and_rows(self.head_moment())

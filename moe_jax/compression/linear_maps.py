@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from moe_jax.compression.coding.coder import ExpertCoder
 from moe_jax.core.code_options import TABLE_BITS
@@ -111,3 +112,11 @@ def coded_leaves(
     """Returns the leaves of a map by their paths, and the float32 numbers [in, out] that they stand for."""
     leaves, approximation = codes.form.stored(kernel, Matrix("", one.shape), coder)
     return {f"{one.path}/{name}": np.asarray(leaf) for name, leaf in leaves.items()}, np.asarray(approximation)
+
+
+def head_and_rows(moment: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
+    """Returns the second moment by which an embedding that is also the head is coded, given that of the head's input.
+
+    Its errors count twice: in the logits, and in what the first layer is given, where all entries count alike.
+    """
+    return moment / max(float(np.mean(np.diagonal(moment))), 1e-30) + np.eye(len(moment), dtype=np.float32)

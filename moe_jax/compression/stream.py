@@ -13,11 +13,13 @@ import numpy as np
 
 from moe_jax.compression.calibration.coded_pass import begin_pass, moment_of_head
 from moe_jax.compression.calibration.expert_statistics import routed_tokens
+from moe_jax.compression.calibration.map_analysis import analyse_maps
 from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration, LayerRows
 from moe_jax.compression.calibration.sensitivities import check_full_experts
+from moe_jax.compression.coding.storage import LEAF_OVERHEAD
 from moe_jax.compression.in_order import InOrder
 from moe_jax.compression.linear_maps import LinearMap, check_maps, with_codes
-from moe_jax.compression.methods.interface import Analysis, Base, Method, check_base
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Rest, check_base
 from moe_jax.compression.options.in_common import Of
 from moe_jax.compression.report import LayerFigures, LayerReport, Report
 from moe_jax.compression.source_layer import SourceLayer, Write
@@ -109,7 +111,9 @@ def compress(
         recorded = None if calibration is None else calibration.layers[i]
         return SourceLayer(source, i, with_universal=universal, calibration=recorded)
 
+    rest = _rest(source, maps, indices)
     method.check([open_layer(i) for i in indices])
+    method.check_model([open_layer(i) for i in indices], rest)
     read = [source, *([base] if base is not None else []), *([calibration.text] if calibration is not None else [])]
     # One process is enough to take the fingerprints, for which it reads a little of every leaf.
     entry = decided(lambda: new_lineage_entry("compress", described, read))
@@ -121,11 +125,19 @@ def compress(
     on_disk = None if isinstance(dst, InMemory) else as_path(dst).on_disk
     with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
         analyses = _analyse(method, open_layer, _expert_sizes(source, indices), store, progress, shared=shared)
-        planned = method.plan([open_layer(i) for i in indices], analyses)
+        if maps and method.codes_of_maps is not None:
+            with _place_of_pass(store, "maps") as place:
+                if calibration is None or calibration.rows is None:
+                    raise InputError(
+                        "this method looks at what linear maps do on a text: give one with --calibrate TEXT"
+                    )
+                how: Any = {"mesh": make_mesh({"data": -1}, jax.local_devices()), "progress": progress}
+                found = analyse_maps(source, maps, calibration.rows, place, method.codes_of_maps, **how)
+            rest = dataclasses.replace(rest, analysis=found)
+        planned, codes = method.plan_model([open_layer(i) for i in indices], analyses, rest)
         every = list(source.config.layers)
         for i, moe in planned.items():
             every[i] = dataclasses.replace(every[i], mlp=moe)
-        codes = method.linear_codes(maps, analyses)
         config = with_codes(dataclasses.replace(source.config, layers=tuple(every)), codes)
         if shared:
             check_equal({"what layers are to become": config_to_json(config)})
@@ -147,7 +159,7 @@ def compress(
         parts, losses = (), None
         with writer:
             if maps:
-                with _place_of_pass(store) as place:
+                with _place_of_pass(store, "pass") as place:
                     given = None if calibration is None else calibration.rows
                     how: Any = {"rows": given, "folder": place, "mesh": make_mesh({"data": -1}, jax.local_devices())}
                     work = InOrder(
@@ -155,7 +167,7 @@ def compress(
                         config=config,
                         indices=indices,
                         compress_layer=compress_layer,
-                        maps=maps,
+                        maps=[one for one in maps if one.path in codes],
                         codes=codes,
                         begin_pass=None if given is None else partial(begin_pass, source, **how),
                         head_moment=partial(moment_of_head, source, **how),
@@ -339,12 +351,25 @@ def _analyse(
 
 
 @contextlib.contextmanager
-def _place_of_pass(store: AnalysisStore | None) -> Iterator[Path]:
-    """A folder for the pass over the text: in that of the job's analyses, or if there is none a temporary one."""
+def _place_of_pass(store: AnalysisStore | None, name: str) -> Iterator[Path]:
+    """A folder for a pass over the text: in that of the job's analyses, or if there is none a temporary one."""
     with tempfile.TemporaryDirectory(prefix="moe_jax_calibration_") as folder:
-        place = Path(folder) if store is None else store.folder / "pass"
+        place = Path(folder) if store is None else store.folder / name
         place.mkdir(exist_ok=True)
         yield place
+
+
+def _rest(source: ModelSource, maps: Sequence[LinearMap], indices: Sequence[int]) -> Rest:
+    """Returns what is known of a model outside its experts before any analysis."""
+    stored, experts = source.specs(), tuple(f"layers/{i}/mlp/experts/" for i in indices)
+    of_maps = {one.leaf for one in maps}
+    fixed = {path: spec for path, spec in stored.items() if path not in of_maps and not path.startswith(experts)}
+    return Rest(
+        maps=maps,
+        itemsizes={one.path: stored[one.leaf].dtype.itemsize for one in maps},
+        fixed_bytes=count_bytes(fixed.values()) + LEAF_OVERHEAD * len(fixed),
+        weights=sum(spec.size for spec in stored.values()),
+    )
 
 
 def linear_maps_of(config: ModelConfig, method: Method) -> list[LinearMap]:
@@ -397,7 +422,9 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
     if extended:
         _check_universal(source.config, layers)
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
-    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers])
+    some = [SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers]
+    method.check(some)
+    method.check_model(some, _rest(source, linear_maps_of(source.config, method), layers))
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:

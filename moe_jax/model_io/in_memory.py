@@ -11,6 +11,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import DoesNotFit, cast
+from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
@@ -98,6 +99,29 @@ class ModelInMemory:
         """Returns a SHA-256 of config and weights; a model directory with the same content has the same one."""
         leaves = fingerprint_leaves(self.specs(), lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
+
+
+def with_changes(source: ModelSource, config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> ModelInMemory:
+    """Returns the model with some leaves in the place of others, as its new config describes it.
+
+    Its other leaves are read from the source when they are asked for.
+    """
+    return ModelInMemory(config, _ChangedLeaves(source, config, leaves), path=source.path)
+
+
+class _ChangedLeaves:
+    """The leaves of such a model."""
+
+    def __init__(self, source: ModelSource, config: ModelConfig, leaves: Mapping[str, np.ndarray]):
+        self._source, self._leaves, stored = source, leaves, source.specs()
+        self.specs = LeavesInMemory(leaves).specs
+        self.specs |= {path: stored[path] for path in leaf_specs(config) if path in stored and path not in leaves}
+
+    def read(self, path: str) -> np.ndarray:
+        return self._leaves[path] if path in self._leaves else self._source.read(path)
+
+    def stored_bytes(self, path: str) -> int:
+        return count_bytes([self.specs[path]])
 
 
 class InMemory:

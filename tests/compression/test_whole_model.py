@@ -140,12 +140,34 @@ def test_scales_learn_and_codes_stay(coded, windows):
     assert not any("codes" in name or "zeros" in name for name in names)
 
 
-def test_bad_input(models, failing, tmp_path):
+def size_of(model) -> int:
+    source = moe_jax.load(model).source
+    return sum(spec.size * spec.dtype.itemsize for spec in source.specs().values())
+
+
+@one_in(2)
+@pytest.mark.parametrize("model", ["moe", "dense"])
+def test_a_budget_for_the_whole_model_is_kept_and_used_where_it_counts(models, text, windows, tmp_path, model):
+    how = {"calibrate": text, "samples": 4, "seq_len": 32, "group_size": 8, "of": "model"}
+    errors, whole = [], logits(models[model], windows)
+    for share in (0.55, 0.8):  # little models have much beside their weights
+        out = tmp_path / str(share)
+        target = int(size_of(models[model]) * share)
+        made = moe_jax.compress(models[model], out, method="allocate", target_bytes=target, **how)
+        assert size_of(out) <= target
+        errors.append(np.square(logits(out, windows) - whole).mean())
+        assert made.report.parts or share > 0.6
+    assert errors[1] < errors[0]
+
+
+def test_bad_input(models, text, failing, tmp_path):
     out = tmp_path / "none"
     model = models["moe"]
     assert "of=model" in failing(model, out, "--method", "quantize", "--bits", "4", "--rest-bits", "4")
     assert "--layers" in failing(model, out, *CODES, "--layers", "0")
     assert "rest_bits=5" in failing(model, out, *CODES, "--rest-bits", "5")
+    allocate = ("--method", "allocate", "--of", "model", "--calibrate", text, "--samples", "2", "--seq-len", "32")
+    assert "too small for the model" in failing(model, out, *allocate, "--target-bytes", "1kB")
     assert "--of" in failing(models["dense"], out, "--method", "quantize", "--bits", "4")
     with pytest.raises(InputError, match="attention/w"):
         config = moe_jax.load(model).source.config

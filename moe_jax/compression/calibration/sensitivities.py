@@ -8,16 +8,13 @@ input of every layer is stored on the disk, in bfloat16; then the gradients run 
 one batch, and a pass that was killed continues at the layer where it was.
 
 *Matrices*: one matrix of the experts of one layer at a time is coded in a few bits, as it may be later. The divergence
-KL(p || q) of the model's predictions from the original ones is divided by the error of that matrix's outputs. Small
-divergences nearly add up. All matrices are tried in one pass: the model runs over a few windows, together with a copy
-of these for every matrix that was tried before. So every layer is read once, and memory holds one layer and the
-activations of all copies.
+KL(p || q) of the model's predictions from the original ones is divided by the error of that matrix's outputs. All
+matrices are tried in one pass (`divergences`).
 """
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from moe_jax.checks.streamed_layers import head_leaves, output_logits, text_loss
+from moe_jax.checks.streamed_layers import head_leaves, text_loss
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows, as_rows
+from moe_jax.compression.calibration.divergences import divergences, few_rows
 from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
-from moe_jax.compression.calibration.placed_layer import PlacedLayer, apply_in_batches, batches_of, open_states
+from moe_jax.compression.calibration.placed_layer import PlacedLayer, batches_of, open_states
 from moe_jax.compression.calibration.recording import (
     EYE,
     NEXT,
@@ -41,10 +39,8 @@ from moe_jax.compression.calibration.recording import (
 )
 from moe_jax.compression.coding.coder import LeastOutputError, expert_coders
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
-from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
@@ -217,9 +213,6 @@ def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
 
 
 TRIED_BITS, TRIED_GROUP_SIZE = 3, 128
-_MOST_TOKENS = 2048
-# For the estimate of the time left: the predictions of a copy take about as many products as so many layers of SmolLM2.
-_PASSES_OF_PREDICTIONS = 6
 
 
 def measure_sensitivities(
@@ -241,57 +234,22 @@ def measure_sensitivities(
     """
     config = source.config
     check_full_experts(config)
-    rows = as_rows(windows)
-    rows = rows.first(max(1, _MOST_TOKENS // rows.length))
-    count = sum(len(config.moe(i).expert.matrices) for i in config.moe_layers)
-    needed = 2 * 4 * rows.tokens.size * config.d_model * (1 + count)
-    available = available_memory()
-    if available is not None and needed > available:
-        raise InputError(
-            f"measuring how much depends on each layer takes {show_bytes(needed)} of memory, {show_bytes(available)} "
-            "are free; give a smaller --seq-len"
-        )
-    size, batches = batches_of(len(rows), batch_size, mesh)
-    whole = np.concatenate([x for _, x in embedded_rows(source, rows, batches, size, mesh=mesh)])
-    copies: dict[tuple[int, str], np.ndarray] = {}
     errors: dict[tuple[int, str], float] = {}
-    programs: dict = {}
-    # Each layer is applied to one copy for every matrix so far, so that late layers take longer; predictions come last.
-    matrices = [len(config.moe(i).expert.matrices) if i in config.moe_layers else 0 for i in range(config.num_layers)]
-    passes = sum(1 + sum(matrices[: i + 1]) for i in range(config.num_layers))
-    total, passed = passes + count * _PASSES_OF_PREDICTIONS, 0
 
-    def advance(by: float = 1) -> None:
-        nonlocal passed
-        passed = min(passed + by, total)
-        progress("measuring what depends on layers", config.num_layers * passed / total, config.num_layers)
+    def try_layer(layer: PlacedLayer, given: Float[np.ndarray, "N L d"]) -> Iterator[tuple[str, PlacedLayer]]:
+        if not layer.moe:
+            return
+        source_layer = SourceLayer(source, layer.index, calibration=calibration(layer.index))
+        for name in source_layer.shapes:
+            coded, errors[layer.index, name] = _coded(source_layer, name)
+            yield name, layer.with_leaves({f"mlp/experts/{name}/kernel": coded})
 
-    advance(0)
-    with jax.set_mesh(mesh):
-        for i in range(config.num_layers):
-            layer = PlacedLayer(source, i, mesh, programs)
-            after = {}
-            for tried, copy in copies.items():
-                after[tried] = apply_in_batches(layer, copy, batch_size, mesh, rows.valid)
-                advance()
-            if layer.moe:
-                source_layer = SourceLayer(source, i, calibration=calibration(i))
-                for name in source_layer.shapes:
-                    coded, errors[i, name] = _coded(source_layer, name)
-                    changed = layer.with_leaves({f"mlp/experts/{name}/kernel": coded})
-                    after[i, name] = apply_in_batches(changed, whole, batch_size, mesh, rows.valid)
-                    advance()
-            whole, copies = apply_in_batches(layer, whole, batch_size, mesh, rows.valid), after
-            advance()
-    last = {path: source.read(path) for path in head_leaves(config, source.specs())}
-    advance_one = partial(advance, count * _PASSES_OF_PREDICTIONS / max(1, len(copies) * len(whole)))
-    divergences = _divergences(config, last, whole, list(copies.values()), rows.predicting, advance_one)
-    progress("measuring what depends on layers", config.num_layers, config.num_layers)
+    counts = [len(config.moe(i).expert.matrices) if i in config.moe_layers else 0 for i in range(config.num_layers)]
+    how: Any = {"mesh": mesh, "batch_size": batch_size, "progress": progress}
+    measured = divergences(source, few_rows(as_rows(windows)), try_layer, counts, **how)
     found: dict[int, dict[str, float]] = {i: {} for i in config.moe_layers}
-    for (i, name), divergence in zip(copies, divergences, strict=True):
-        if not np.isfinite(divergence):
-            raise InputError(f"calibration: what the model says is not finite once {name} of layer {i} is coded")
-        found[i][name] = max(divergence, 0.0) / max(errors[i, name], float(np.finfo(np.float32).tiny))
+    for (i, name), divergence in measured.items():
+        found[i][name] = divergence / max(errors[i, name], float(np.finfo(np.float32).tiny))
     return found
 
 
@@ -322,35 +280,3 @@ def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], f
         norm += coder.squared(wide)
         stacked.append(cast(f"the {name} kernels of layer {layer.index}", made, kernel.dtype))
     return np.stack(stacked), output_error(error, norm)
-
-
-def _divergences(
-    config: ModelConfig,
-    last: Mapping[str, np.ndarray],
-    before: Float[np.ndarray, "N L d"],
-    after: Sequence[Float[np.ndarray, "N L d"]],
-    counted: Bool[np.ndarray, "N L"],
-    advance: Callable[[], object],
-) -> list[float]:
-    """Returns KL(p || q) per counted token, p from the activations `before`, q from each of those `after`.
-
-    Memory holds the predictions of one window.
-    """
-
-    @jax.jit
-    def predictions(leaves, x):
-        return jax.nn.log_softmax(output_logits(config, leaves, x[None])[0].astype(jnp.float32))
-
-    @jax.jit
-    def of_window(leaves, p, other, counted):
-        return jnp.mean(jnp.sum(jnp.exp(p) * (p - predictions(leaves, other)), axis=1), where=counted)
-
-    placed = jax.tree.map(jnp.asarray, dict(last))
-    found = np.zeros((len(after), len(before)))
-    for n, window in enumerate(before):
-        p = predictions(placed, window)
-        for number, activations in enumerate(after):
-            # Numbers one by one: if an interrupt comes while NumPy waits for arrays of JAX, NumPy raises another error.
-            found[number, n] = float(of_window(placed, p, activations[n], counted[n]))
-            advance()
-    return np.average(found, axis=1, weights=counted.sum(axis=1)).tolist()

@@ -11,8 +11,10 @@ without them: a layer has what is worth it.
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -20,8 +22,10 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compression.budget import Budget, Candidate, allocate
+from moe_jax.compression.calibration.map_analysis import BITS, MapAnalysis
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
+from moe_jax.compression.linear_maps import usual_codes
 from moe_jax.compression.methods.choices import (
     ADDED,
     CHOICES,
@@ -35,7 +39,7 @@ from moe_jax.compression.methods.choices import (
     together,
     without_worse,
 )
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Rest, Tick, check_calibrated
 from moe_jax.compression.methods.resmoe import aligned
 from moe_jax.compression.options.around_centre import AllocateOptions
 from moe_jax.compression.report import BARYCENTER, LayerFigures
@@ -46,7 +50,7 @@ from moe_jax.core.formatting import count_bytes
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
 from moe_jax.experts.forms.coding import Layout, own_of
-from moe_jax.models import MoEConfig
+from moe_jax.models import LinearCodes, MoEConfig
 
 
 def _error(chosen: Mapping[int, Candidate]) -> float:
@@ -54,17 +58,38 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
 
 
 def never_worse(
-    candidates: Mapping[int, Sequence[Candidate]], alike: Mapping[int, Sequence[Candidate]], room: int
+    candidates: Mapping[int, Sequence[Candidate]],
+    alike: Mapping[int, Sequence[Candidate]],
+    room: int,
+    of_maps: Mapping[int, Sequence[Candidate]] = MappingProxyType({}),
 ) -> dict[int, Candidate]:
     """Returns the best that `allocate` gives layers in so many bytes: as they are, with matrices alike, or all alike.
 
     `alike` are those with the same choice for all matrices of a layer, in the same order of choices in all layers.
+    Linear maps have their own choices, in the same order in all of them, under keys that are no layers'.
     """
-    ways = [allocate(candidates, room), allocate(alike, room)]
-    for same in zip(*alike.values(), strict=True):
-        if sum(candidate.nbytes for candidate in same) <= room:
-            ways.append(dict(zip(alike, same, strict=True)))
+    ways = [allocate({**some, **of_maps}, room) for some in (candidates, alike)]
+    of_layers = [dict(zip(alike, same, strict=True)) for same in zip(*alike.values(), strict=True)] or [{}]
+    of_rest = [dict(zip(of_maps, same, strict=True)) for same in zip(*of_maps.values(), strict=True)] or [{}]
+    for same in ({**one, **other} for one in of_layers for other in of_rest):
+        if sum(candidate.nbytes for candidate in same.values()) <= room:
+            ways.append(same)
     return min(ways, key=_error)
+
+
+def map_candidates(rest: Rest, analysis: MapAnalysis, options: Mapping[str, Any]) -> dict[int, list[Candidate]]:
+    """Returns the candidates of every linear map, whole ones last, under the keys -1, -2, ...; choices are codes."""
+    found: dict[int, list[Candidate]] = {}
+    for number, (one, errors, sensitivity) in enumerate(zip(rest.maps, *analysis, strict=True)):
+        some = []
+        for bits, error in zip(BITS, errors, strict=True):
+            codes = usual_codes(one, bits, options)
+            leaves = codes.form.leaves(Matrix("", one.shape), (), jnp.dtype(jnp.float32)).values()
+            nbytes = count_bytes(leaves) + LEAF_OVERHEAD * len(leaves)
+            some.append(Candidate(nbytes, float(sensitivity * error), codes))
+        whole = math.prod(one.shape) * rest.itemsizes[one.path] + LEAF_OVERHEAD
+        found[-1 - number] = [*some, Candidate(whole, 0.0, None)]
+    return found
 
 
 def _together(some: Sequence[Candidate]) -> Candidate:
@@ -119,11 +144,42 @@ class Allocate(AllocateOptions, Method):
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
-        none, smallest = self._formats[:1], {}
+        if self.of == "experts":
+            allocate(self._smallest(layers), self._budget.nbytes(layers))
+
+    def check_model(self, layers: Sequence[SourceLayer], rest: Rest) -> None:
+        if not rest.maps:
+            return
+        nothing = MapAnalysis(np.zeros((len(rest.maps), len(BITS))), np.zeros(len(rest.maps)))
+        smallest = self._smallest(layers) | map_candidates(rest, nothing, self.codes_of_maps)
+        least = sum(min(candidate.nbytes for candidate in some) for some in smallest.values())
+        if least > self._room(rest):
+            raise InputError(
+                f"a budget of {self._room(rest) + rest.fixed_bytes:,} bytes is too small for the model: with "
+                f"{min(BITS)} bits for every linear map and the smallest choices for its experts it takes "
+                f"{least + rest.fixed_bytes:,}, {8 * (least + rest.fixed_bytes) / rest.weights:.2f} bits per weight, "
+                f"of which {rest.fixed_bytes:,} bytes stay as they are"
+            )
+
+    def _smallest(self, layers: Sequence[SourceLayer]) -> dict[int, list[Candidate]]:
+        """Candidates with the bytes of every choice of one format, and without errors."""
+        found = {}
         for layer in layers:
             no_errors = np.zeros((len(layer.shapes), len(self._choices)))
-            smallest[layer.index] = _alike(self._by_matrix(layer, no_errors, none))
-        allocate(smallest, self._budget.nbytes(layers))
+            found[layer.index] = _alike(self._by_matrix(layer, no_errors, self._formats[:1]))
+        return found
+
+    @property
+    def codes_of_maps(self) -> Mapping[str, Any]:
+        own = {name: getattr(self, name) for name in ("scale_bits", "zero_points", "row_scales")}
+        return {"group_size": self.group_size, "table": self.levels == "fitted", **own}
+
+    def _room(self, rest: Rest) -> int:
+        """Bytes for experts and linear maps together."""
+        if self.target_bytes is not None:
+            return self.target_bytes - rest.fixed_bytes
+        assert self.budget_bits is not None
+        return int(self.budget_bits * rest.weights / 8) - rest.fixed_bytes
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """Aligns the experts, and tries all choices on some columns of their matrices."""
@@ -138,27 +194,50 @@ class Allocate(AllocateOptions, Method):
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """With all formats of codes, or with the first alone, whichever is better."""
+        return self._planned(layers, analyses, {}, self._budget.nbytes(layers))[0]
+
+    def plan_model(
+        self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis], rest: Rest
+    ) -> tuple[dict[int, MoEConfig], dict[str, LinearCodes]]:
+        if not rest.maps:
+            return self.plan(layers, analyses), {}
+        assert rest.analysis is not None
+        of_maps = map_candidates(rest, rest.analysis, self.codes_of_maps)
+        banks, chosen = self._planned(layers, analyses, of_maps, self._room(rest))
+        codes = (chosen[key].choice for key in of_maps)
+        return banks, {one.path: own for one, own in zip(rest.maps, codes, strict=True) if own is not None}
+
+    def _planned(
+        self,
+        layers: Sequence[SourceLayer],
+        analyses: Mapping[int, Analysis],
+        of_maps: Mapping[int, Sequence[Candidate]],
+        room: int,
+    ) -> tuple[dict[int, MoEConfig], dict[int, Candidate]]:
+        """Returns the new config of every layer, and all that was chosen."""
         divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
         tried = dict.fromkeys((self._formats, self._formats[:1]))
-        chosen = min((self._chosen(layers, divergences, formats) for formats in tried), key=_error)
-        return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
+        chosen = min((self._chosen(layers, divergences, formats, of_maps, room) for formats in tried), key=_error)
+        return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}, chosen
 
     def _chosen(
         self,
         layers: Sequence[SourceLayer],
         divergences: Mapping[int, Float[np.ndarray, "m E c"]],
         formats: Sequence[tuple[str, ...]],
+        of_maps: Mapping[int, Sequence[Candidate]],
+        room: int,
     ) -> dict[int, Candidate]:
-        """The choice for every layer, by index, if codes have one of some formats."""
-        candidates, alike, in_parts, room = {}, {}, {}, self._budget.nbytes(layers)
+        """The choice for every layer, by index, if codes have one of some formats; and for linear maps."""
+        candidates, alike, in_parts = {}, {}, {}
         for layer in layers:
             errors = divergences[layer.index]
             by_matrix = self._by_matrix(layer, errors.sum(axis=1), formats)
             candidates[layer.index], alike[layer.index] = best_of_one_format(by_matrix), _alike(by_matrix)
             if self.experts == "own":
                 in_parts[layer.index] = self._in_parts(layer, by_matrix, candidates[layer.index], errors)
-        chosen = never_worse(candidates, alike, room)
-        return min(chosen, never_worse(in_parts, alike, room), key=_error) if in_parts else chosen
+        chosen = never_worse(candidates, alike, room, of_maps)
+        return min(chosen, never_worse(in_parts, alike, room, of_maps), key=_error) if in_parts else chosen
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from moe_jax.compression.alignment.matching import AlignmentProgress
+from moe_jax.compression.calibration.map_analysis import MapAnalysis
 from moe_jax.compression.coding.storage import AnyLayout
 from moe_jax.compression.linear_maps import LinearMap
 from moe_jax.compression.options.in_common import AroundCentre, MethodOptions, Of
@@ -24,6 +25,25 @@ Analysis = Mapping[str, np.ndarray]
 """Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
 
 Tick = Callable[[float], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rest:
+    """The model outside its experts.
+
+    Attributes:
+      maps: linear maps to put in codes.
+      itemsizes: bytes of a number of their kernels as they are stored, by path.
+      fixed_bytes: of all that stays as it is, outside the experts and these maps.
+      weights: the number of weights of the whole model.
+      analysis: of the maps; None: not known yet, or not needed.
+    """
+
+    maps: Sequence[LinearMap] = ()
+    itemsizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fixed_bytes: int = 0
+    weights: int = 0
+    analysis: MapAnalysis | None = None
 
 
 class Base:
@@ -90,10 +110,25 @@ class Method(MethodOptions, abc.ABC):
         """The part of the model that is compressed."""
         return getattr(self, "of", "experts")
 
-    def linear_codes(self, maps: Sequence[LinearMap], analyses: Mapping[int, Analysis]) -> dict[str, LinearCodes]:
+    def linear_codes(self, maps: Sequence[LinearMap]) -> dict[str, LinearCodes]:
         """Returns the codes of linear maps outside the experts, by their paths; by default there are none."""
-        del maps, analyses
+        del maps
         return {}
+
+    @property
+    def codes_of_maps(self) -> Mapping[str, Any] | None:
+        """Options of the codes of linear maps beside their bits, if an analysis chooses these; None: none does."""
+        return None
+
+    def plan_model(
+        self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis], rest: Rest
+    ) -> tuple[dict[int, MoEConfig], dict[str, LinearCodes]]:
+        """Returns what `plan` and `linear_codes` return; for a method that chooses both together."""
+        return self.plan(layers, analyses), self.linear_codes(rest.maps)
+
+    def check_model(self, layers: Sequence[SourceLayer], rest: Rest) -> None:
+        """Raises `InputError` if the options do not go with the model as a whole; as `check`, before any analysis."""
+        del layers, rest
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the options do not go with the layers to compress; from their configs alone."""

@@ -212,7 +212,7 @@ class PlainQuantize(PlainQuantizeOptions, WithoutBase):
     def wanted(self) -> Wanted:
         return Wanted(form=Quantized, **self.codes_options)
 
-    def linear_codes(self, maps: Sequence[LinearMap], analyses: Mapping[int, Analysis]) -> dict[str, LinearCodes]:
+    def linear_codes(self, maps: Sequence[LinearMap]) -> dict[str, LinearCodes]:
         bits = {"attention": self.rest_bits or self.bits, "embedding": self.embedding_bits or max(self.bits, 4)}
         bits |= {"dense": bits["attention"], "head": bits["embedding"]}
         return {one.path: usual_codes(one, bits[one.part], self.codes_options) for one in maps}

@@ -10,7 +10,9 @@ from moe_jax.compression.options.in_common import (
     SOLVERS,
     AroundCentre,
     MethodOptions,
+    Of,
     OfCodes,
+    OfLinearMaps,
     check_budget,
 )
 from moe_jax.core.code_options import (
@@ -249,13 +251,14 @@ class ResMoEOptions(AroundCentre, OfCodes, MethodOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllocateOptions(OfCodes, MethodOptions):
+class AllocateOptions(OfCodes, OfLinearMaps, MethodOptions):
     """Codes around a shared centre or not, of as many bits for every matrix as --calibrate says that it is worth.
 
     Layers that are worth little have low-rank factors around a centre in codes.
 
     Attributes:
-      budget_bits: bits per weight of the experts of all compressed layers, everything included.
+      budget_bits: bits per weight of the experts of all compressed layers, everything included; of the whole model with
+        `of`, and of what stays whole, too.
       target_bytes: the same in bytes; one of both.
       group_size: entries along the input axis that share a scale.
       solver: of the alignment around a centre, see `barycenter`; `identity` takes the neurons as they are.
@@ -285,6 +288,7 @@ class AllocateOptions(OfCodes, MethodOptions):
     row_scales: bool = False
     experts: Literal["alike", "own"] = "alike"
     experts_multiple: int = 1
+    of: Of = "experts"
 
     def __post_init__(self) -> None:
         check_member("experts", self.experts, ("alike", "own"))
@@ -296,3 +300,4 @@ class AllocateOptions(OfCodes, MethodOptions):
             raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
         check_budget(self.target_bytes, self.budget_bits)
         ExpertCodesOptions(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)
+        self.check_of()

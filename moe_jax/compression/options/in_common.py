@@ -93,7 +93,7 @@ class OfCodes:
 
 
 class OfLinearMaps:
-    """Options of methods that can also put linear maps outside the experts in codes. They are among their own fields.
+    """Options of methods that can also put linear maps outside the experts in codes, of those that are their fields.
 
     Attributes:
       of: what is compressed: the `experts`; the `rest`, which are attention, dense and shared FFNs, embedding and head;
@@ -110,7 +110,7 @@ class OfLinearMaps:
         """Raises `InputError` for a value out of range, or bits of what is not compressed."""
         check_member("of", self.of, get_args(Of))
         for name in ("rest_bits", "embedding_bits"):
-            bits = getattr(self, name)
+            bits = getattr(self, name, None)
             if bits is not None and bits not in BITS:
                 raise InputError(f"{name}={bits} must be one of {', '.join(map(str, BITS))}")
             if bits is not None and self.of == "experts":
