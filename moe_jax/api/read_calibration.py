@@ -119,8 +119,10 @@ def _built_in(model: Model, data: DataSection, *, most: int, at_least: int, seed
     tokenizer = Tokenizer(file, model.config)
     examples = built_in_examples(find_chat_template(file), seed=seed)
     lengths = {"input_len": data.seq_len, "seq_len": data.seq_len}
-    rows = (row for example in examples for row in rows_of(example, tokenizer, None, **lengths))
-    found = list(itertools.islice(rows, most))
+    by_text = (rows_of(example, tokenizer, None, **lengths) for example in examples)
+    # The first window of every text before the second of any.
+    every = itertools.chain.from_iterable(itertools.zip_longest(*by_text))
+    found = list(itertools.islice((row for row in every if row is not None), most))
     if len(found) < at_least:
         raise InputError(
             f"{BUILT_IN} holds {len(found)} rows of text, and {at_least} are asked for; ask for at most so many, or "
@@ -145,7 +147,7 @@ def _of_itself(
     loaded = Model.of_source(model.source, Loading.for_generation(model.source))
     try:
         texts = sample_texts(
-            loaded.decoder, prompts, length=seq_len, seed=seed, end_ids=ends, keep=keep, progress=progress
+            lambda: loaded.decoder, prompts, length=seq_len, seed=seed, end_ids=ends, keep=keep, progress=progress
         )
     except NonFiniteLogits as error:
         raise InputError(f"{SELF}: {error}: {why_not_finite(loaded)}") from None

@@ -6,7 +6,7 @@ the prompt that it is given, and ends with a token that ends texts, or at its fu
 """
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -25,7 +25,7 @@ AT_ONCE = 8
 
 
 def sample_texts(
-    model: Decoder,
+    load: Callable[[], Decoder],
     prompts: Sequence[Sequence[int]],
     *,
     length: int,
@@ -37,7 +37,7 @@ def sample_texts(
     """Continues prompts at temperature 1; the same seed gives the same texts.
 
     Args:
-      model: the decoder.
+      load: returns the decoder; called if there is anything left to sample.
       prompts: token ids, each of 1 to `length - 1`.
       length: most tokens of a text, with its prompt.
       seed: of the sampling.
@@ -53,12 +53,13 @@ def sample_texts(
       InputError: for tokens outside the vocabulary, logits that are not finite, or files in `keep` that are damaged.
     """
     keys = jax.random.split(jax.random.key(seed), len(prompts))
-    size, texts = min(AT_ONCE, len(prompts)), list[np.ndarray]()
+    size, texts, model = min(AT_ONCE, len(prompts)), list[np.ndarray](), None
     for begin in range(0, len(prompts), size):
         progress("sampling", begin, len(prompts))
         file = None if keep is None else keep / f"{begin}.npz"
         found = None if file is None or not file.is_file() else _read(file)
         if found is None:
+            model = load() if model is None else model
             # The last ones are filled up with others, which are not used, for one program to serve all.
             chosen = [number % len(prompts) for number in range(begin, begin + size)]
             found = _sample([prompts[i] for i in chosen], model, keys[np.array(chosen)], length, end_ids)

@@ -161,17 +161,19 @@ def sample_windows(
     samples: int | None = None,
     seed: int = 0,
     most: int = DEFAULT_SAMPLES,
+    name: str = "the calibration text",
 ) -> Int[np.ndarray, "N L"]:
     """Draws N windows, none of them twice, in the order of the text; None: `most`, or as many as there are.
 
-    Windows have `seq_len` tokens, of a shorter text all. Fewer of them than requested are an `InputError`.
+    Windows have `seq_len` tokens, of a shorter text all. Fewer of them than requested are an `InputError`,
+    which calls the text by its name.
     """
     length = min(seq_len, len(ids))
     count = len(ids) // length
     if samples is not None and not 1 <= samples <= count:
         raise InputError(
-            f"samples={samples}: the calibration text has {len(ids)} tokens, which are {count} windows of {length}; "
-            "ask for at most so many, or give a longer text"
+            f"{name} has {len(ids)} tokens, which are {count} windows of {length}, and {samples} are asked for; ask for "
+            "at most so many, or give a longer text"
         )
     wanted = min(most, count) if samples is None else samples
     chosen = np.sort(np.random.Generator(np.random.Philox(seed)).permutation(count)[:wanted])

@@ -52,7 +52,7 @@ class _SourcesFile:
 def weighted_sources(given: Sources) -> tuple[WeightedSource, ...]:
     """Reads which sources are meant, without opening any but a TOML file that lists them.
 
-    A string that is the path of a file is that file, whatever commas and colons it has.
+    A string that is the path of a file on the disk is that file, whatever commas and colons it has.
 
     Raises:
       FileNotFoundError: if there is no such TOML file.
@@ -167,6 +167,7 @@ def _is_toml(path: str) -> bool:
 
 def _is_file(path: str) -> bool:
     try:
-        return as_path(path).is_file()
+        place = as_path(path).on_disk  # a bucket is not asked for a name that nobody may have meant
+        return place is not None and place.is_file()
     except (OSError, ValueError, InputError):  # no path at all
         return False
