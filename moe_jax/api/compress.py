@@ -46,7 +46,7 @@ from moe_jax.conversion.gguf.expert_importance import read_expert_importance
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
-from moe_jax.data.calibration_texts.weighted_sources import Sources, WeightedSource, files_of, weighted_sources
+from moe_jax.data.calibration_texts.weighted_sources import Sources, files_of, weighted_sources
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import check_seq_len
@@ -162,12 +162,11 @@ def _opened(
     indices = choose_layers(source.config, layers, part=part)
     calibration, described = None, spec.described(layers)
     if spec.calibrate is not None:
-        sources = weighted_sources(spec.calibrate)
         for method in methods:
             check_before_calibration(source, method, indices, extended=spec.extended)
         needed = any(method.needs_sensitivities for method in methods)
         if indices:
-            calibration = _calibration(model, stored, spec, sources, sensitivities=needed)
+            calibration = _calibration(model, stored, spec, sensitivities=needed)
         else:
             calibration = _only_rows(model, stored, spec)
         # It stands for all rows, those too that are not in files.
@@ -178,14 +177,7 @@ def _opened(
     return source, shared, described
 
 
-def _calibration(
-    model: ModelOrPath,
-    source: ModelSource,
-    spec: CompressSpec,
-    sources: Sequence[WeightedSource],
-    *,
-    sensitivities: bool,
-) -> Calibration:
+def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *, sensitivities: bool) -> Calibration:
     """Records the inputs of the experts on the sources of the spec.
 
     The first process records it, on its own devices, and the others read what it wrote: so it does not depend, in the
@@ -227,7 +219,7 @@ def _calibration(
     if kept:
         return kept[0]
     opened = open_calibration(Path(place), source.config.moe_layers, gradients=spec.gradients)
-    return opened._replace(files=files_of(sources), sources=tokens)
+    return opened._replace(files=files_of(weighted_sources(asked)), sources=tokens)
 
 
 def _only_rows(model: ModelOrPath, source: ModelSource, spec: CompressSpec) -> Calibration:

@@ -172,8 +172,8 @@ def sample_windows(
     count = len(ids) // length
     if samples is not None and not 1 <= samples <= count:
         raise InputError(
-            f"{name} has {len(ids)} tokens, which are {count} windows of {length}, and {samples} are asked for; ask for "
-            "at most so many, or give a longer text"
+            f"{name} has {len(ids)} tokens, which are {count} windows of {length}, and {samples} are asked for; ask "
+            "for at most so many, or give a longer text"
         )
     wanted = min(most, count) if samples is None else samples
     chosen = np.sort(np.random.Generator(np.random.Philox(seed)).permutation(count)[:wanted])
