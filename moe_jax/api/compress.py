@@ -36,13 +36,15 @@ from moe_jax.compression.calibration.recording import (
     is_complete,
     read_layer,
     read_sensitivities,
+    read_windows,
     record,
     write_sensitivities,
 )
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
+from moe_jax.compression.calibration.summed_squares import summed_squares
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
-from moe_jax.conversion.gguf.expert_importance import read_expert_importance
+from moe_jax.conversion.gguf.expert_importance import expert_tensors, read_expert_importance, write_expert_importance
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
@@ -90,8 +92,11 @@ def compress_model(
     target = destination(out)
     source, shared, described = _opened(model, spec, [method])
     described |= {"method": name, **dataclasses.asdict(method)}
+    calibration: Calibration | None = shared["calibration"]
     with work_bars() as progress:
         report = _compress(source, target, method, described=described, progress=progress, on_layer=on_layer, **shared)
+    if spec.save_imatrix is not None and calibration is not None:
+        first_decides(partial(_save_imatrix, spec.save_imatrix, source, calibration))
     return result(target, model, report)
 
 
@@ -162,6 +167,11 @@ def _opened(
     indices = choose_layers(source.config, layers, part=part)
     calibration, described = None, spec.described(layers)
     if spec.calibrate is not None:
+        if spec.save_imatrix is not None:  # said now, and not after hours
+            if not indices:
+                raise InputError("--save-imatrix keeps what experts are given, and no experts are compressed")
+            first_decides(partial(check_target, as_path(spec.save_imatrix), file=True))
+            expert_tensors(source, source.config.moe_layers)
         for method in methods:
             check_before_calibration(source, method, indices, extended=spec.extended)
         needed = any(method.needs_sensitivities for method in methods)
@@ -245,6 +255,15 @@ def _name_of(calibration: Calibration) -> str:
         return calibration.folder.name
     assert calibration.rows is not None
     return calibration.rows.digest()[:16]
+
+
+def _save_imatrix(file: str | os.PathLike[str], source: ModelSource, calibration: Calibration) -> None:
+    """Writes what a recording says of the inputs of experts as an imatrix file."""
+    assert calibration.folder is not None
+    count, length = read_windows(calibration.folder)
+    about = {"datasets": list(calibration.sources), "chunk_count": count, "chunk_size": length}
+    sums = summed_squares(source, calibration)
+    write_expert_importance(file, expert_tensors(source, calibration.layers), sums, **about)
 
 
 def _of_imatrix(file: str | os.PathLike[str], source: ModelSource, layers: Iterable[int]) -> Calibration:

@@ -117,6 +117,7 @@ GROUPS = {
         "base",
         "calibrate",
         "imatrix",
+        "save_imatrix",
         "samples",
         "calibration_seed",
         "gradients",

@@ -166,7 +166,7 @@ def options_of(method: str) -> tuple[str, ...]:
 
 _ONE = r"\s*\d{1,9}(?:-\d{1,9})?\s*"
 _STACK = rf"(?:all|top:\d{{1,9}}|{_ONE}(?:,{_ONE})*)"
-_OF_CALIBRATION = ("samples", "calibration_seed", "calibration_dir", "image_folder")
+_OF_CALIBRATION = ("samples", "calibration_seed", "calibration_dir", "image_folder", "save_imatrix")
 _LAYERS = re.compile(rf"{_STACK}|(?:encoder|decoder):{_STACK}(?:,(?:encoder|decoder):{_STACK})*")
 """Forms in which layers are named; `parse_layers` says what they mean."""
 
@@ -216,6 +216,8 @@ class CompressSpec(Spec):
     """In place of `calibrate`: what llama.cpp's llama-imatrix measured on this model. Methods that change what outputs
     lose least then know how large the inputs of every expert are, though not which of them go together; those that look
     at outputs can do nothing."""
+    save_imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "it is not kept", Path | None)] = None
+    """With `calibrate`: a file that keeps how large the inputs of experts were, for `imatrix`; must not exist."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows of a text, rows of a file, and texts of the model, of all sources together."""
     calibration_seed: Annotated[int | None, Shown("N", "0")] = None
@@ -318,8 +320,8 @@ class CompressSpec(Spec):
         if self.imatrix is not None:
             described["imatrix"] = str(self.imatrix)
         if self.calibrate is not None:
-            sources = describe_sources(weighted_sources(self.calibrate))
-            described |= {"calibrate": sources, "seq_len": self.seq_len, "samples": self.samples}
+            described["calibrate"] = describe_sources(weighted_sources(self.calibrate))
+            described |= {"seq_len": self.seq_len, "samples": self.samples}
             described |= {"calibration_seed": self.calibration_seed} | ({"gradients": True} if self.gradients else {})
             described |= {} if self.image_folder is None else {"image_folder": str(self.image_folder)}
         return described
@@ -337,6 +339,8 @@ class SweepSpec(CompressSpec):
     def __post_init__(self) -> None:
         if self.text is None:
             raise InputError("--sweep needs --text FILE, to measure the perplexity of")
+        if self.save_imatrix is not None:
+            raise InputError("--save-imatrix: not with --sweep; compress by one method, or export")
         super().__post_init__()
 
 

@@ -150,6 +150,15 @@ def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
     return True
 
 
+def read_windows(folder: Path) -> tuple[int, int]:
+    """Returns how many rows a complete recording was made on, and how many tokens the longest has."""
+    try:
+        count, length = map(int, read_json(folder / KEY_FILE, allow=ANYTHING)["windows"])
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"the calibration {folder} is damaged ({KEY_FILE}); remove it") from None
+    return count, length
+
+
 DEFAULT_SAMPLES = 128
 """Default number of windows, if the text has as many: as many as GPTQ's authors took."""
 
