@@ -48,7 +48,7 @@ from moe_jax.conversion.gguf.expert_importance import expert_tensors, read_exper
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
-from moe_jax.data.calibration_texts.weighted_sources import Sources, files_of, weighted_sources
+from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources, files_of, weighted_sources
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import check_seq_len
@@ -74,7 +74,7 @@ class CompressVerb(Protocol[P]):
         out: OutPath = None,
         *,
         method: str,
-        **options: MethodOption | Sequence[int] | ModelLike,
+        **options: MethodOption | Sequence[int] | ModelLike | CalibrationSources,
     ) -> Model: ...
 
 
@@ -114,7 +114,8 @@ def compress(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Model:
       model: a model with MoE layers, or the path of one.
       out: where a model directory appears, which must not exist; None: the model stays in memory. A job that was killed
         goes on where it was when it is started again with the same options.
-      spec: the options.
+      spec: the options. `calibrate` is the path of a file, or several sources, `["text.txt", "self"]`, perhaps with the
+        weights by which they share the samples, `{"text.txt": 2, "built-in": 1}`.
       keep, bits, ...: options of the method, which are the fields of its class; `moe-jax compress --help` lists them.
 
     Returns:
@@ -300,7 +301,7 @@ def _windows(source: ModelSource, spec: CompressSpec) -> dict[str, Any]:
 
 def calibrate(
     source: ModelSource,
-    sources: Sources,
+    sources: CalibrationSources,
     *,
     samples: int | None = None,
     seq_len: int | None = None,

@@ -19,7 +19,7 @@ from moe_jax.data.calibration_texts.built_in_rows import built_in_examples, ques
 from moe_jax.data.calibration_texts.weighted_sources import (
     BUILT_IN,
     SELF,
-    Sources,
+    CalibrationSources,
     WeightedSource,
     shares,
     weighted_sources,
@@ -49,7 +49,7 @@ def calibration_folder(model: ModelOrPath) -> Path | None:
 
 def read_rows(
     source: ModelSource,
-    given: Sources,
+    given: CalibrationSources,
     *,
     seq_len: int,
     samples: int | None,

@@ -164,7 +164,7 @@ def check_sources(given: Any) -> None:
     """Raises an error if the sources of a calibration cannot be read as such, or a file of theirs is not there."""
     from moe_jax.data.calibration_texts.weighted_sources import files_of, weighted_sources
 
-    for file in () if given is None else files_of(weighted_sources(given)):
+    for file in files_of(weighted_sources(given)):
         check_text_file(file)
 
 

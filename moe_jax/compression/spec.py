@@ -36,7 +36,7 @@ from moe_jax.compression.options.of_whole_experts import (
 from moe_jax.core.errors import InputError, check_member, check_positive, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
-from moe_jax.data.calibration_texts.weighted_sources import Sources, describe_sources, weighted_sources
+from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources, describe_sources, weighted_sources
 from moe_jax.data.sections import check_seq_len
 
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
@@ -204,7 +204,7 @@ class CompressSpec(Spec):
     layers: Annotated[str | Sequence[int] | None, Shown("all|top:N|0,3,8-11", "all", str | None)] = None
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
     encoder, encoder:SOME,decoder:SOME counts them in each stack."""
-    calibrate: Annotated[Sources | None, Shown("SOURCE[:WEIGHT],...", read_as=str | None)] = None
+    calibrate: Annotated[CalibrationSources | None, Shown("SOURCE[:WEIGHT],...", read_as=str | None)] = None
     """What the model is run on first: methods that merge experts then know how these are used, all others (but
     sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least. Without
     it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing.

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
-from moe_jax.data.calibration_texts.weighted_sources import Sources, WeightedSource, weighted_sources
+from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources
 from moe_jax.data.sections import check_seq_len
 from moe_jax.files.storage_path import as_path
 
@@ -127,7 +127,9 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     zero_points: bool = False
     """With `format` compressed-tensors or gptq: groups of new whole numbers have a zero point beside their scale, which
     changes the model less, and takes 4 or 8 bits for a group; not all kernels of vLLM know it."""
-    calibrate: Annotated[Sources | None, Shown("SOURCE[:WEIGHT],...", "all inputs count the same", str | None)] = None
+    calibrate: Annotated[
+        CalibrationSources | None, Shown("SOURCE[:WEIGHT],...", "all inputs count the same", str | None)
+    ] = None
     """What the model is run on while it is put in codes: a text, a file of rows as training data has, `built-in`,
     `self`, or several of them with weights, as in `compress`. Whole numbers and blocks of GGUF files (see `imatrix`)
     then change what linear maps give least, and not their weights. With `format` compressed-tensors or gptq, the loss
@@ -141,11 +143,6 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     """With `calibrate`: tokens of a window."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
-
-    @property
-    def calibrated_on(self) -> tuple[WeightedSource, ...]:
-        """The sources of `calibrate`; errors as of `weighted_sources`."""
-        return () if self.calibrate is None else weighted_sources(self.calibrate)
 
     @property
     def codes(self) -> dict[str, str | None]:

@@ -30,7 +30,7 @@ from moe_jax.conversion.writing.model_card import model_card
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.formatting import count_bytes, parse_bytes, show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
-from moe_jax.data.calibration_texts.weighted_sources import describe_sources, files_of
+from moe_jax.data.calibration_texts.weighted_sources import describe_sources, files_of, weighted_sources
 from moe_jax.data.end_tokens import end_tokens, generation_settings
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.staging import check_beside, check_target, open_work, refuse_existing, require_space
@@ -103,7 +103,7 @@ def export(
     print_changes(source.config, config, sizes, console)
     if packing is not None:
         for line in (
-            packing.said(source, ", ".join(one.name for one in spec.calibrated_on) or None),
+            packing.said(source, ", ".join(one.name for one in weighted_sources(spec.calibrate)) or None),
             *packing.container.notes(packing.encoders, _main_dtype(specs)),
             *packing.doubts(mapped),
         ):
@@ -121,8 +121,12 @@ def export(
     if packing is not None:
         options |= {"codes": {part: encoder.word for part, encoder in packing.encoders.items()}}
     if spec.calibrate is not None:
-        options |= {"calibrate": describe_sources(spec.calibrated_on), "samples": spec.samples, "seq_len": spec.seq_len}
-    read = [source, *files_of(spec.calibrated_on)]
+        options |= {
+            "calibrate": describe_sources(weighted_sources(spec.calibrate)),
+            "samples": spec.samples,
+            "seq_len": spec.seq_len,
+        }
+    read = [source, *files_of(weighted_sources(spec.calibrate))]
     lineage = [*source.lineage, new_lineage_entry("export", options, read)]
     job = job_of(lineage)
     with ByteProgress(console, "exporting", total) as progress:

@@ -33,7 +33,7 @@ from moe_jax.conversion.writing.leaf_writing import Calibrate, LeafWriting
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
-from moe_jax.data.calibration_texts.weighted_sources import describe_sources, files_of
+from moe_jax.data.calibration_texts.weighted_sources import describe_sources, files_of, weighted_sources
 from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.byte_files import fingerprint_files
@@ -199,10 +199,10 @@ def _write(
     options = {name: getattr(spec, name) for name in ("gguf_type", "dense_layers", "allow_nonfinite")}
     options |= {"samples": spec.samples, "seq_len": spec.seq_len, "saves": spec.save_imatrix is not None}
     if spec.calibrate is not None:
-        options |= {"calibrate": describe_sources(spec.calibrated_on)}
+        options |= {"calibrate": describe_sources(weighted_sources(spec.calibrate))}
     if spec.imatrix is not None:
         options |= {"imatrix": fingerprint_files([as_path(spec.imatrix)])}
-    read = [source, *files_of(spec.calibrated_on)]
+    read = [source, *files_of(weighted_sources(spec.calibrate))]
     job = job_of([*source.lineage, new_lineage_entry("export", {"format": "gguf", **options}, read)])
     with contextlib.ExitStack() as until_written:
         measured, shape = None, (0, 0)
@@ -235,7 +235,7 @@ def _write(
             _check_written(work.file, plan)
             if measured is not None and spec.save_imatrix is not None:
                 about = {
-                    "datasets": [one.name for one in spec.calibrated_on],
+                    "datasets": [one.name for one in weighted_sources(spec.calibrate)],
                     "chunk_count": shape[0],
                     "chunk_size": shape[1],
                 }

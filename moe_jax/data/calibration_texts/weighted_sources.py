@@ -1,4 +1,4 @@
-"""Sources of a calibration, and which share of its samples each of them gives.
+"""CalibrationSources of a calibration, and which share of its samples each of them gives.
 
 A command names them in one word: `a.txt`, or `a.txt:2,chats.jsonl:1`, or the path of a TOML file that has the sources
 of a recipe (`[[sources]]`, with the keys of `SourceSection`). In place of a file stand `self`, what the model itself
@@ -22,7 +22,7 @@ BUILT_IN = "built-in"
 """Texts, code, mathematics and conversations that come with the library."""
 
 OneSource = str | os.PathLike[str] | SourceSection
-Sources = OneSource | Sequence[OneSource] | Mapping[Any, float]
+CalibrationSources = OneSource | Sequence[OneSource] | Mapping[Any, float]
 """What `calibrate` takes: one source; several that count alike; or several with their weights. A string may name more
 than one, as in a command; a `Path` is one file."""
 
@@ -49,15 +49,17 @@ class _SourcesFile:
     sources: tuple[SourceSection, ...]
 
 
-def weighted_sources(given: Sources) -> tuple[WeightedSource, ...]:
+def weighted_sources(given: CalibrationSources | None) -> tuple[WeightedSource, ...]:
     """Reads which sources are meant, without opening any but a TOML file that lists them.
 
-    A string that is the path of a file on the disk is that file, whatever commas and colons it has.
+    None stands for none. A string that is the path of a file on the disk is that file, whatever commas it has.
 
     Raises:
       FileNotFoundError: if there is no such TOML file.
       InputError: if it cannot be read, a weight is no number above 0, no source is named, or one is named twice.
     """
+    if given is None:
+        return ()
     if isinstance(given, Mapping):
         found = [_weighted(one, weight) for name, weight in given.items() for one in _sources_of(name)]
     elif isinstance(given, str | os.PathLike | SourceSection):
