@@ -243,9 +243,7 @@ def _only_rows(model: ModelOrPath, source: ModelSource, spec: CompressSpec) -> C
     folder = calibration_folder(model) if spec.calibration_dir is None else Path(spec.calibration_dir)
     with work_bars() as progress:
         place = None if folder is None else folder.joinpath
-        rows = read_rows(
-            source, asked, seq_len=length, samples=spec.samples, place=place, progress=progress, **how
-        )
+        rows = read_rows(source, asked, seq_len=length, samples=spec.samples, place=place, progress=progress, **how)
     files = files_of(weighted_sources(asked))
     return Calibration(files, {}, rows=rows, sources=rows.tokens_by_source)
 
