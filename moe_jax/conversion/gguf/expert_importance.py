@@ -80,7 +80,7 @@ def read_expert_importance(
 
 
 class ExpertSums(NamedTuple):
-    """What the experts of a layer were given.
+    """The squares of what the experts of a layer were given.
 
     Attributes:
       inputs, hidden: sums of the squares of their inputs Float32[E, d] and hidden activations Float32[E, f].

@@ -23,7 +23,7 @@ BUILT_IN = "built-in"
 
 OneSource = str | os.PathLike[str] | SourceSection
 CalibrationSources = OneSource | Sequence[OneSource] | Mapping[Any, float]
-"""What `calibrate` takes: one source; several that count alike; or several with their weights. A string may name more
+"""Values of `calibrate`: one source; several that count alike; or several with their weights. A string may name more
 than one, as in a command; a `Path` is one file."""
 
 
