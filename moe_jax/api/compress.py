@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Protocol, cast, overload
 import jax
 from jax.sharding import Mesh
 
-from moe_jax.api.measure import default_seq_len, read_ids, score, tokenizer_of
+from moe_jax.api.measure import default_seq_len, read_ids, score
 from moe_jax.api.model import (
     Loading,
     Model,
@@ -25,34 +25,33 @@ from moe_jax.api.model import (
     result,
     work_bars,
 )
+from moe_jax.api.read_calibration import Place, calibration_folder, read_rows
 from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.recording import (
-    DEFAULT_SAMPLES,
     FORMAT,
     Calibration,
     LayerCalibration,
     is_complete,
     read_layer,
     read_sensitivities,
+    read_windows,
     record,
-    sample_windows,
     write_sensitivities,
 )
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
+from moe_jax.compression.calibration.summed_squares import summed_squares
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
-from moe_jax.conversion.gguf.expert_importance import read_expert_importance
-from moe_jax.core.errors import InputError, shown
+from moe_jax.conversion.gguf.expert_importance import expert_tensors, read_expert_importance, write_expert_importance
+from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
-from moe_jax.data.sections import DataSection, SourceSection
+from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources, files_of, weighted_sources
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.drawn_rows import draw_rows
-from moe_jax.evaluation.held_out import check_seq_len, with_lengths
+from moe_jax.evaluation.held_out import check_seq_len
 from moe_jax.files.staging import check_target, lock_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import CastSource
@@ -75,7 +74,7 @@ class CompressVerb(Protocol[P]):
         out: OutPath = None,
         *,
         method: str,
-        **options: MethodOption | Sequence[int] | ModelLike,
+        **options: MethodOption | Sequence[int] | ModelLike | CalibrationSources,
     ) -> Model: ...
 
 
@@ -93,8 +92,11 @@ def compress_model(
     target = destination(out)
     source, shared, described = _opened(model, spec, [method])
     described |= {"method": name, **dataclasses.asdict(method)}
+    calibration: Calibration | None = shared["calibration"]
     with work_bars() as progress:
         report = _compress(source, target, method, described=described, progress=progress, on_layer=on_layer, **shared)
+    if spec.save_imatrix is not None and calibration is not None:
+        first_decides(partial(_save_imatrix, spec.save_imatrix, source, calibration))
     return result(target, model, report)
 
 
@@ -112,7 +114,8 @@ def compress(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Model:
       model: a model with MoE layers, or the path of one.
       out: where a model directory appears, which must not exist; None: the model stays in memory. A job that was killed
         goes on where it was when it is started again with the same options.
-      spec: the options.
+      spec: the options. `calibrate` is the path of a file, or several sources, `["text.txt", "self"]`, perhaps with the
+        weights by which they share the samples, `{"text.txt": 2, "built-in": 1}`.
       keep, bits, ...: options of the method, which are the fields of its class; `moe-jax compress --help` lists them.
 
     Returns:
@@ -139,7 +142,7 @@ def sweep(
     source, shared, described = _opened(model, spec, [method for _, method in methods])
     described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": spec.seq_len}
     read = [source, *([] if shared["base"] is None else [shared["base"]]), as_path(spec.text)]
-    read += [as_path(file) for file in (spec.calibrate, spec.imatrix) if file is not None]
+    read += [] if shared["calibration"] is None else shared["calibration"].files
     score_model = _scorer(source, spec)
     with work_bars() as progress:
         return _sweep(source, out, methods, score_model, described=described, sources=read, progress=progress, **shared)
@@ -163,38 +166,46 @@ def _opened(
     if part != "experts" and isinstance(spec, SweepSpec):
         raise InputError("--sweep compares methods on experts: leave --of out")
     indices = choose_layers(source.config, layers, part=part)
-    calibration = None
+    calibration, described = None, spec.described(layers)
     if spec.calibrate is not None:
+        if spec.save_imatrix is not None:  # said now, and not after hours
+            if not indices:
+                raise InputError("--save-imatrix keeps what experts are given, and no experts are compressed")
+            first_decides(partial(check_target, as_path(spec.save_imatrix), file=True))
+            expert_tensors(source, source.config.moe_layers)
         for method in methods:
             check_before_calibration(source, method, indices, extended=spec.extended)
         needed = any(method.needs_sensitivities for method in methods)
         if indices:
             calibration = _calibration(model, stored, spec, sensitivities=needed)
         else:
-            calibration = _only_rows(stored, spec)
+            calibration = _only_rows(model, stored, spec)
+        # It stands for all rows, those too that are not in files.
+        described["recording"] = _name_of(calibration)
     elif spec.imatrix is not None:
         calibration = _of_imatrix(spec.imatrix, source, indices)
     shared = {"base": base, "extended": spec.extended, "layers": layers, "calibration": calibration}
-    return source, shared, spec.described(layers)
+    return source, shared, described
 
 
 def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *, sensitivities: bool) -> Calibration:
-    """Records the inputs of the experts on the text of the spec.
+    """Records the inputs of the experts on the sources of the spec.
 
     The first process records it, on its own devices, and the others read what it wrote: so it does not depend, in the
     last bits, on how many processes there are.
     """
-    assert spec.calibrate is not None
-    text, folder = as_path(spec.calibrate), _calibration_folder(model, spec)
+    asked = spec.calibrate
+    assert asked is not None
+    folder = calibration_folder(model) if spec.calibration_dir is None else Path(spec.calibration_dir)
     if folder is None and jax.process_count() > 1:
         raise InputError("several processes need --calibration-dir: a folder that all of them see")
     kept: list[Calibration] = []
 
-    def make() -> str:
+    def make() -> tuple[str, dict[str, int]]:
         with work_bars() as progress:
             made = calibrate(
                 source,
-                text,
+                asked,
                 samples=spec.samples,
                 seed=spec.calibration_seed or 0,
                 place=None if folder is None else folder.joinpath,
@@ -213,20 +224,45 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
                 "methods need not run the model again; remove that folder when you are done",
                 file=sys.stderr,
             )
-        return str(made.folder)
+        return str(made.folder), dict(made.sources)
 
-    place = first_decides(make)
-    return kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers, gradients=spec.gradients)
+    place, tokens = first_decides(make)
+    if kept:
+        return kept[0]
+    opened = open_calibration(Path(place), source.config.moe_layers, gradients=spec.gradients)
+    return opened._replace(files=files_of(weighted_sources(asked)), sources=tokens)
 
 
-def _only_rows(source: ModelSource, spec: CompressSpec) -> Calibration:
-    """Reads the text for a compression without experts, whose layers are given it while they are written."""
-    assert spec.calibrate is not None
+def _only_rows(model: ModelOrPath, source: ModelSource, spec: CompressSpec) -> Calibration:
+    """Reads the rows for a compression without experts, whose layers are given them while they are written."""
+    asked = spec.calibrate
+    assert asked is not None
     source.config.check_no_encoder("a calibration")
     length = default_seq_len(source.config) if spec.seq_len is None else spec.seq_len
     how: dict[str, Any] = {"seed": spec.calibration_seed or 0, "image_folder": spec.image_folder}
-    rows = read_rows(source, spec.calibrate, seq_len=length, samples=spec.samples, **how)
-    return Calibration(as_path(spec.calibrate), {}, rows=rows)
+    folder = calibration_folder(model) if spec.calibration_dir is None else Path(spec.calibration_dir)
+    with work_bars() as progress:
+        place = None if folder is None else folder.joinpath
+        rows = read_rows(source, asked, seq_len=length, samples=spec.samples, place=place, progress=progress, **how)
+    files = files_of(weighted_sources(asked))
+    return Calibration(files, {}, rows=rows, sources=rows.tokens_by_source)
+
+
+def _name_of(calibration: Calibration) -> str:
+    """Returns a name of all rows of a calibration: that of its folder, if it has one."""
+    if calibration.folder is not None:
+        return calibration.folder.name
+    assert calibration.rows is not None
+    return calibration.rows.digest()[:16]
+
+
+def _save_imatrix(file: str | os.PathLike[str], source: ModelSource, calibration: Calibration) -> None:
+    """Writes what a recording says of the inputs of experts as an imatrix file."""
+    assert calibration.folder is not None
+    count, length = read_windows(calibration.folder)
+    about = {"datasets": list(calibration.sources), "chunk_count": count, "chunk_size": length}
+    sums = summed_squares(source, calibration)
+    write_expert_importance(file, expert_tensors(source, calibration.layers), sums, **about)
 
 
 def _of_imatrix(file: str | os.PathLike[str], source: ModelSource, layers: Iterable[int]) -> Calibration:
@@ -238,18 +274,7 @@ def _of_imatrix(file: str | os.PathLike[str], source: ModelSource, layers: Itera
                 f"{file} knows {found} experts in layer {layer}, the model has {experts}: it is of another"
             )
     found = {layer: LayerCalibration(None, squares=own) for layer, own in importance.items()}
-    return Calibration(as_path(file), found)
-
-
-def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
-    """Returns the folder for recordings of the model: beside it if that can be written; None: they are not kept."""
-    if spec.calibration_dir is not None:
-        return Path(spec.calibration_dir)
-    on_disk = None if isinstance(model, Model) else as_path(model).on_disk
-    if on_disk is None or not on_disk.is_dir():
-        return None
-    place = Path(os.path.abspath(on_disk))  # `.` and `..` have no name of their own
-    return place.with_name(f"{place.name}.calibration") if os.access(place.parent, os.W_OK) else None
+    return Calibration((as_path(file),), found)
 
 
 def _scorer(source: ModelSource, spec: SweepSpec) -> Score:
@@ -272,13 +297,9 @@ def _windows(source: ModelSource, spec: CompressSpec) -> dict[str, Any]:
     return {"seq_len": spec.seq_len, "batch_size": 8 if spec.batch_size is None else spec.batch_size}
 
 
-Place = Callable[[str], Path]
-"""Returns the folder of a recording with a given name."""
-
-
 def calibrate(
     source: ModelSource,
-    text: str | os.PathLike[str],
+    sources: CalibrationSources,
     *,
     samples: int | None = None,
     seq_len: int | None = None,
@@ -291,17 +312,17 @@ def calibrate(
     image_folder: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Calibration:
-    """Runs a model over windows of a text, layer after layer, and keeps the inputs of its experts.
+    """Runs a model over texts, layer after layer, and keeps the inputs of its experts.
 
     Args:
       source: a model with MoE layers.
-      text: a text file; or one of JSON or a table, whose rows are those of training data: texts, pairs and
-        conversations, for a model that sees with pictures.
-      samples: number of windows, or of rows, that are drawn from it; None: 128, or as many as it has.
+      sources: a text file; or one of JSON or a table, whose rows are those of training data: texts, pairs and
+        conversations, for a model that sees with pictures; or other sources or several, see `weighted_sources`.
+      samples: number of windows, or of rows, that are drawn from them; None: 128, or as many as they have.
       seq_len, batch_size: tokens of a window, and windows computed at once; as for `evaluate`.
       seed: seed of the draw.
-      place: returns the folder of the recording by its name, in which it is found again later; None: the recording
-        lies in a temporary folder that lives as long as the result.
+      place: returns the folder of the recording by its name, in which it is found again later, as are samples of the
+        model itself; None: the recording lies in a temporary folder that lives as long as the result.
       mesh: devices that share the work; None: the first one.
       sensitivities: whether to measure also how much the loss depends on each matrix of each layer.
       gradients: whether to weight tokens by the squared gradients of the text's loss with respect to a layer's output.
@@ -322,7 +343,8 @@ def calibrate(
     source.config.check_no_encoder("a calibration")
     length = default_seq_len(source.config) if seq_len is None else seq_len
     check_seq_len(length)
-    rows = read_rows(source, text, seq_len=length, samples=samples, seed=seed, image_folder=image_folder)
+    drawn: dict[str, Any] = {"seq_len": length, "samples": samples, "seed": seed, "image_folder": image_folder}
+    rows = read_rows(source, sources, **drawn, place=place, progress=progress)
     shape = [len(rows), rows.length]
     key = {"format": FORMAT, "model": source.fingerprint(), "windows": shape, "tokens": rows.digest()}
     name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
@@ -340,33 +362,9 @@ def calibrate(
     if sensitivities and read_sensitivities(folder, gradients=gradients) is None:
         recorded = partial(read_layer, folder, gradients=gradients)
         write_sensitivities(folder, measure_sensitivities(source, rows, recorded, **how), gradients=gradients)
-    return open_calibration(folder, text, layers, gradients=gradients, keep=keep)._replace(rows=rows)
-
-
-def read_rows(
-    source: ModelSource,
-    text: str | os.PathLike[str],
-    *,
-    seq_len: int,
-    samples: int | None,
-    seed: int,
-    image_folder: str | os.PathLike[str] | None,
-) -> CalibrationRows:
-    """Draws windows of a text, or rows of a file of data; arguments and errors as of `calibrate`."""
-    model, file = Model.of_source(source), SourceSection(path=os.fspath(text))
-    if file.form == "text":
-        if image_folder is not None:
-            raise InputError(f"image_folder is for files of rows, and {shown(os.fspath(text))} is a text")
-        ids = read_ids(model, text)
-        return CalibrationRows.of_windows(sample_windows(ids, seq_len=seq_len, samples=samples, seed=seed))
-    if samples is not None and samples < 1:
-        raise InputError(f"{samples=} must be at least 1")
-    tokenizer = tokenizer_of(model, f"a file of {file.form}", "give a model that has one")
-    most = DEFAULT_SAMPLES if samples is None else samples
-    how = {"most": most, "at_least": 1 if samples is None else samples, "seed": seed}
-    folder = None if image_folder is None else os.fspath(image_folder)
-    data = with_lengths(DataSection(image_folder=folder), seq_len=seq_len)
-    return CalibrationRows.of_documents(draw_rows(file, data, source.config, tokenizer.path, **how))
+    opened = open_calibration(folder, layers, gradients=gradients)
+    files = files_of(weighted_sources(sources))
+    return opened._replace(files=files, keep=keep, rows=rows, sources=rows.tokens_by_source)
 
 
 def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None]) -> None:
@@ -383,10 +381,8 @@ def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None])
         os.close(lock)
 
 
-def open_calibration(
-    folder: Path, text: str | os.PathLike[str], layers: tuple[int, ...], *, gradients: bool = False, keep: Any = None
-) -> Calibration:
-    """Opens a complete recording, made from a text; `keep` must live as long as it, such as its temporary folder."""
+def open_calibration(folder: Path, layers: tuple[int, ...], *, gradients: bool = False) -> Calibration:
+    """Opens a complete recording."""
     known = read_sensitivities(folder, gradients=gradients) or {}
     found = {i: read_layer(folder, i, gradients=gradients)._replace(sensitivities=known.get(i)) for i in layers}
-    return Calibration(as_path(text), found, folder, keep)
+    return Calibration((), found, folder)

@@ -111,14 +111,14 @@ def _demand(source: ModelSource, spec: UpcycleSpec) -> dict[int, np.ndarray] | N
     """Returns how much each expert of an MoE calls for copies, by layer; None: all alike."""
     if spec.copies_by == "even" or spec.text is None:
         return None
-    from moe_jax.api.compress import read_rows  # takes a while to import
+    from moe_jax.api.read_calibration import read_rows  # takes a while to import
     from moe_jax.upcycling.expert_demand import measure_demand
 
     by, text = spec.copies_by, spec.text
 
     def measure() -> dict[str, list[float]]:
         length = default_seq_len(source.config)
-        rows = read_rows(source, text, seq_len=length, samples=None, seed=spec.seed, image_folder=None)
+        rows = read_rows(source, as_path(text), seq_len=length, samples=None, seed=spec.seed)
         return {str(layer): found.tolist() for layer, found in measure_demand(source, rows, by=by).items()}
 
     return {int(layer): np.array(found) for layer, found in first_decides(measure).items()}
@@ -282,7 +282,7 @@ def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) ->
     if spec.format == "peft":
         _export_peft(source, target, allow_nonfinite=spec.allow_nonfinite, console=_console())
         return target
-    calibrate = None if spec.calibrate is None else _calibrate(source, spec)
+    calibrate = None if spec.calibrate is None else _calibrate(model, source, spec)
     if spec.format == "gguf":
         _export_gguf(source, target, spec, calibrate=calibrate, console=_console())
         return target
@@ -353,15 +353,25 @@ def _codes(
     return Codes(made.codes, made.scales, made.leaves["zeros"] >> (8 - bits) if zero_points else None)
 
 
-def _calibrate(source: ModelSource, spec: ExportSpec) -> Calibrate:
-    """Reads the text that codes are calibrated on; the model is run on it while it is written."""
-    from moe_jax.api.compress import read_rows  # takes a while to import
+def _calibrate(model: ModelOrPath, source: ModelSource, spec: ExportSpec) -> Calibrate:
+    """Reads the texts that codes are calibrated on; the model is run on it while it is written."""
+    from moe_jax.api.read_calibration import calibration_folder, read_rows  # takes a while to import
     from moe_jax.compression.calibration.coded_pass import begun_pass
 
     assert spec.calibrate is not None
     source.config.check_no_encoder("a calibration")
     length = default_seq_len(source.config) if spec.seq_len is None else spec.seq_len
-    rows = read_rows(source, spec.calibrate, seq_len=length, samples=spec.samples, seed=0, image_folder=None)
+    folder = calibration_folder(model)
+    with work_bars() as progress:
+        rows = read_rows(
+            source,
+            spec.calibrate,
+            seq_len=length,
+            samples=spec.samples,
+            seed=0,
+            place=None if folder is None else folder.joinpath,
+            progress=progress,
+        )
     mesh = make_mesh({"data": -1}, jax.local_devices())
     return partial(begun_pass, rows=rows, mesh=mesh)
 

@@ -15,6 +15,7 @@ import tyro
 from moe_jax.commands.options import (
     Field,
     by_name,
+    check_sources,
     command_options,
     field_name,
     field_value,
@@ -58,7 +59,7 @@ class _Command:
     """
 
     models: ClassVar[tuple[str, ...]] = ("model", "model_base", "base")
-    texts: ClassVar[tuple[str, ...]] = ("calibrate", "text")
+    texts: ClassVar[tuple[str, ...]] = ("text",)
     made: ClassVar[tuple[str, ...]] = ("out",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
@@ -78,6 +79,10 @@ class _Command:
             _asked_sweep(self)
         else:
             _asked_method(self)
+
+    def check_places(self) -> None:
+        """Raises an error for a source of a calibration that is not there."""
+        check_sources(getattr(self, "calibrate", None))
 
 
 def command_fields() -> list[Field]:
@@ -112,6 +117,7 @@ GROUPS = {
         "base",
         "calibrate",
         "imatrix",
+        "save_imatrix",
         "samples",
         "calibration_seed",
         "gradients",
@@ -126,6 +132,8 @@ EXAMPLES = """
 moe-jax compress moe-dir small-dir --method resmoe --keep 0.25
 moe-jax compress moe-dir small-dir --method quantize --bits 4
 moe-jax compress moe-dir small-dir --method quantize --bits 3 --calibrate text.txt --samples 64
+# on texts of several kinds, and on what the model itself writes
+moe-jax compress moe-dir small-dir --method quantize --bits 3 --calibrate built-in,self:2,my-chats.jsonl:2
 moe-jax compress seeing-moe small-dir --method quantize --bits 4 --calibrate chats.jsonl --image-folder pictures
 moe-jax compress moe-dir small-dir --method resmoe --target-bytes 12GB
 # which method, by perplexity at equal bytes
@@ -291,6 +299,9 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         _print_columns(layer_columns(report.layers), terminal)
     if report.parts:
         _print_columns(part_columns(report.parts), terminal)
+    if report.calibration_tokens is not None:
+        counts = (f"{tokens:,} tokens of {name}" for name, tokens in report.calibration_tokens.items())
+        terminal.print(f"calibrated on {', '.join(counts)}", markup=False)
     sizes = {"experts": (report.expert_bytes_before, report.expert_bytes_after)} if report.layers else {}
     for what, (before, after) in (sizes | {"model": (report.bytes_before, report.bytes_after)}).items():
         terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")

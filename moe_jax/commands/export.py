@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands.options import command_options, given_to
+from moe_jax.commands.options import check_sources, command_options, given_to
 from moe_jax.conversion.spec import ExportSpec, check_gguf_name
 
 
@@ -37,6 +37,10 @@ class _Command:
         """Raises `InputError` for a name that a GGUF file cannot have."""
         if self.makes_file:
             check_gguf_name(self.dst)
+
+    def check_places(self) -> None:
+        """Raises an error for a source of a calibration that is not there."""
+        check_sources(getattr(self, "calibrate", None))
 
 
 Options = command_options(_Command, ExportSpec)

@@ -419,8 +419,8 @@ def _measure_load(source: "ModelSource", options: Options, seq_len: int, progres
 
 def _measure_use(source: "ModelSource", options: Options, seq_len: int, progress: "Progress") -> dict[str, Any]:
     """The same of rows of data, and what is drawn of those with pictures."""
-    from moe_jax.api.compress import read_rows
     from moe_jax.api.expert_use import measure_expert_use
+    from moe_jax.api.read_calibration import read_rows
     from moe_jax.distributed.sharding import make_mesh
     from moe_jax.figures import plots_of_use, use_numbers
     from moe_jax.model_io.loading import load_model

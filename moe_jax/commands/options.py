@@ -160,6 +160,14 @@ def check_text_file(given: str | os.PathLike[str] | None, what: str = "text") ->
         raise InputError(f"{path} is empty; give a file with a text")
 
 
+def check_sources(given: Any) -> None:
+    """Raises an error if the sources of a calibration cannot be read as such, or a file of theirs is not there."""
+    from moe_jax.data.calibration_texts.weighted_sources import files_of, weighted_sources
+
+    for file in files_of(weighted_sources(given)):
+        check_text_file(file)
+
+
 def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
     """Returns the options of several specs, of which one will be chosen, but for those that each leaves out.
 

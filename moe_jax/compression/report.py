@@ -38,6 +38,7 @@ class LayerFigures:
       zero_experts: those whose weights were all zero before compression.
       expert_tokens: of the calibration text, for each expert the tokens that are routed to it; None if a method does
         not look at what experts are given.
+      expert_tokens_by_source: the same of every source of the calibration, by its name; None: there is but one.
     """
 
     relative_error: float
@@ -55,12 +56,15 @@ class LayerFigures:
     uniform_usage: bool | None = None
     zero_experts: tuple[int, ...] = ()
     expert_tokens: tuple[int, ...] | None = None
+    expert_tokens_by_source: Mapping[str, tuple[int, ...]] | None = None
 
     @classmethod
     def from_note(cls, fields: Mapping[str, Any]) -> Self:
         """Figures that a job noted as JSON, which has lists for tuples."""
-        tuples: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        return cls(**{**fields, **tuples})
+        made: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        if by_source := fields.get("expert_tokens_by_source"):
+            made["expert_tokens_by_source"] = {name: tuple(tokens) for name, tokens in by_source.items()}
+        return cls(**{**fields, **made})
 
 
 class Measure:
@@ -202,6 +206,11 @@ class LayerReport(LayerFigures):
         """Experts to which fewer tokens of the calibration text are routed than count for every expert anyway."""
         return tuple(expert for expert, tokens in enumerate(self.expert_tokens or ()) if tokens < BACKGROUND)
 
+    @property
+    def unseen_experts(self) -> tuple[int, ...]:
+        """Experts to which no token of the calibration text is routed."""
+        return tuple(expert for expert, tokens in enumerate(self.expert_tokens or ()) if not tokens)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MapErrors:
@@ -296,6 +305,7 @@ class Report:
       parts: linear maps outside the experts that were put in codes, by part of the model.
       losses: of the calibration text, where it was run through the layers as they were compressed; else None.
       bytes_before, bytes_after: of all weights, on the disk if the model is there.
+      calibration_tokens: number of tokens of every source of the calibration, by its name; None: there was none.
     """
 
     layers: tuple[LayerReport, ...]
@@ -303,6 +313,7 @@ class Report:
     losses: Losses | None = None
     bytes_before: int
     bytes_after: int
+    calibration_tokens: Mapping[str, int] | None = None
 
     @property
     def expert_bytes_before(self) -> int:
@@ -338,10 +349,13 @@ class Report:
             )
         rare = {layer.layer: layer.rare_experts for layer in self.layers if layer.rare_experts}
         if rare:
+            unseen = sum(len(layer.unseen_experts) for layer in self.layers)
+            none_at_all = f" ({unseen} of them none at all)" if unseen else ""
             found.append(
-                f"the calibration text gives {experts_by_layer(rare)} fewer than {BACKGROUND} tokens each: what is "
-                "kept of them was chosen mostly by what their layers are given; more --samples, or a text nearer to "
-                "what the model is for, reaches them"
+                f"the calibration gives {experts_by_layer(rare)} fewer than {BACKGROUND} tokens each{none_at_all}: "
+                "their statistics were shrunk towards those of their layers, which count for every expert as much as "
+                f"{BACKGROUND} tokens, so that what is kept of them was chosen mostly by what their layers are given; "
+                "more --samples, a text nearer to what the model is for, or further sources (built-in, self) reach them"
             )
         if self.expert_bytes_after > self.expert_bytes_before:
             found.append(
@@ -357,6 +371,7 @@ class Report:
             "expert_bytes_after": self.expert_bytes_after,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            **({} if self.calibration_tokens is None else {"calibration_tokens": dict(self.calibration_tokens)}),
             "warnings": list(self.warnings),
             **({} if not self.parts else {"parts": [dataclasses.asdict(part) for part in self.parts]}),
             **({} if self.losses is None else {"losses": self.losses._asdict()}),

@@ -36,6 +36,7 @@ from moe_jax.compression.options.of_whole_experts import (
 from moe_jax.core.errors import InputError, check_member, check_positive, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
+from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources, describe_sources, weighted_sources
 from moe_jax.data.sections import check_seq_len
 
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
@@ -165,7 +166,7 @@ def options_of(method: str) -> tuple[str, ...]:
 
 _ONE = r"\s*\d{1,9}(?:-\d{1,9})?\s*"
 _STACK = rf"(?:all|top:\d{{1,9}}|{_ONE}(?:,{_ONE})*)"
-_OF_CALIBRATION = ("samples", "calibration_seed", "calibration_dir", "image_folder")
+_OF_CALIBRATION = ("samples", "calibration_seed", "calibration_dir", "image_folder", "save_imatrix")
 _LAYERS = re.compile(rf"{_STACK}|(?:encoder|decoder):{_STACK}(?:,(?:encoder|decoder):{_STACK})*")
 """Forms in which layers are named; `parse_layers` says what they mean."""
 
@@ -203,19 +204,24 @@ class CompressSpec(Spec):
     layers: Annotated[str | Sequence[int] | None, Shown("all|top:N|0,3,8-11", "all", str | None)] = None
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
     encoder, encoder:SOME,decoder:SOME counts them in each stack."""
-    calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None
-    """A text that the model is run on first: methods that merge experts then know how these are used, all others (but
+    calibrate: Annotated[CalibrationSources | None, Shown("SOURCE[:WEIGHT],...", read_as=str | None)] = None
+    """What the model is run on first: methods that merge experts then know how these are used, all others (but
     sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least. Without
     it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing.
-    A file of JSON or a table has rows as training data has, with pictures for a model that sees."""
+    A source is a text; a file of JSON or a table, with rows as training data has, for a model that sees with pictures;
+    `built-in`, texts, code, mathematics and conversations that come with the library; `self`, what the model itself
+    writes; or a TOML file of [[sources]] as in a recipe. Several share the samples by their weights, by default alike:
+    a.txt:2,chats.jsonl:1. Python takes a list, or a dict of weights, too."""
     imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "the text says it, if any", Path | None)] = None
     """In place of `calibrate`: what llama.cpp's llama-imatrix measured on this model. Methods that change what outputs
     lose least then know how large the inputs of every expert are, though not which of them go together; those that look
     at outputs can do nothing."""
+    save_imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "it is not kept", Path | None)] = None
+    """With `calibrate`: a file that keeps how large the inputs of experts were, for `imatrix`; must not exist."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
-    """With `calibrate`: windows, or rows, that are drawn of the text."""
+    """With `calibrate`: windows of a text, rows of a file, and texts of the model, of all sources together."""
     calibration_seed: Annotated[int | None, Shown("N", "0")] = None
-    """With `calibrate`: seed of the draw."""
+    """With `calibrate`: seed of the draw, and of what the model itself writes."""
     gradients: bool = False
     """With `calibrate`: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
     them; otherwise all alike. The pass over the text then also runs backwards."""
@@ -314,7 +320,8 @@ class CompressSpec(Spec):
         if self.imatrix is not None:
             described["imatrix"] = str(self.imatrix)
         if self.calibrate is not None:
-            described |= {"calibrate": str(self.calibrate), "seq_len": self.seq_len, "samples": self.samples}
+            described["calibrate"] = describe_sources(weighted_sources(self.calibrate))
+            described |= {"seq_len": self.seq_len, "samples": self.samples}
             described |= {"calibration_seed": self.calibration_seed} | ({"gradients": True} if self.gradients else {})
             described |= {} if self.image_folder is None else {"image_folder": str(self.image_folder)}
         return described
@@ -332,6 +339,8 @@ class SweepSpec(CompressSpec):
     def __post_init__(self) -> None:
         if self.text is None:
             raise InputError("--sweep needs --text FILE, to measure the perplexity of")
+        if self.save_imatrix is not None:
+            raise InputError("--save-imatrix: not with --sweep; compress by one method, or export")
         super().__post_init__()
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from moe_jax.compression.calibration.coded_pass import begin_pass, moment_of_head
-from moe_jax.compression.calibration.expert_statistics import routed_tokens
+from moe_jax.compression.calibration.expert_statistics import routed_by_source, routed_tokens
 from moe_jax.compression.calibration.map_analysis import analyse_maps
 from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration, LayerRows
 from moe_jax.compression.calibration.sensitivities import check_full_experts
@@ -114,7 +114,7 @@ def compress(
     rest = _rest(source, maps, indices)
     method.check([open_layer(i) for i in indices])
     method.check_model([open_layer(i) for i in indices], rest)
-    read = [source, *([base] if base is not None else []), *([calibration.text] if calibration is not None else [])]
+    read = [source, *([base] if base is not None else []), *(() if calibration is None else calibration.files)]
     # One process is enough to take the fingerprints, for which it reads a little of every leaf.
     entry = decided(lambda: new_lineage_entry("compress", described, read))
     job = {name: entry[name] for name in ("options", "sources")}
@@ -153,8 +153,10 @@ def compress(
             except DoesNotFit as error:
                 raise InputError(f"layer {i}: {error}, for the whole model, with moe-jax convert --dtype") from None
             # Figures of outputs are there if the method looks at what experts are given.
-            tokens = None if figures.output_error is None else routed_tokens(layer)
-            return dataclasses.replace(figures, expert_tokens=tokens)
+            if figures.output_error is None:
+                return figures
+            by_source = None if calibration is None else routed_by_source(layer, calibration.sources)
+            return dataclasses.replace(figures, expert_tokens=routed_tokens(layer), expert_tokens_by_source=by_source)
 
         parts, losses = (), None
         with writer:
@@ -194,7 +196,12 @@ def compress(
                 for i, old, new in zip(indices, before, after, strict=False)
             ]
             report = Report(
-                layers=tuple(reports), parts=parts, losses=losses, bytes_before=before[-1], bytes_after=after[-1]
+                layers=tuple(reports),
+                parts=parts,
+                losses=losses,
+                bytes_before=before[-1],
+                bytes_after=after[-1],
+                calibration_tokens=(None if calibration is None else dict(calibration.sources)) or None,
             )
             writer.lineage[-1]["measured"] = report.to_json()
     return report

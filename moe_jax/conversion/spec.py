@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
+from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources
 from moe_jax.data.sections import check_seq_len
 from moe_jax.files.storage_path import as_path
 
@@ -126,15 +127,18 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     zero_points: bool = False
     """With `format` compressed-tensors or gptq: groups of new whole numbers have a zero point beside their scale, which
     changes the model less, and takes 4 or 8 bits for a group; not all kernels of vLLM know it."""
-    calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", "all inputs count the same", Path | None)] = None
-    """A text, or a file of rows as training data has, that the model is run on while it is put in codes: whole numbers
-    and blocks of GGUF files (see `imatrix`) then change what linear maps give least, and not their weights. With
-    `format` compressed-tensors or gptq, the loss on it is said, before and after."""
+    calibrate: Annotated[
+        CalibrationSources | None, Shown("SOURCE[:WEIGHT],...", "all inputs count the same", str | None)
+    ] = None
+    """What the model is run on while it is put in codes: a text, a file of rows as training data has, `built-in`,
+    `self`, or several of them with weights, as in `compress`. Whole numbers and blocks of GGUF files (see `imatrix`)
+    then change what linear maps give least, and not their weights. With `format` compressed-tensors or gptq, the loss
+    on it is said, before and after."""
     save_imatrix: Annotated[str | os.PathLike[str] | None, Shown("FILE", "it is not kept", Path | None)] = None
     """With `format` gguf and `calibrate`: a file in which what was measured is kept, as llama.cpp's tools and `imatrix`
     read it; must not exist. Of experts, tokens count by their router weights."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
-    """With `calibrate`: windows of the text, or rows of the file, that are drawn."""
+    """With `calibrate`: windows of a text, rows of a file, and texts of the model, of all sources together."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
     """With `calibrate`: tokens of a window."""
     dtype: Dtype | None = None

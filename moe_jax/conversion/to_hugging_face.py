@@ -30,6 +30,7 @@ from moe_jax.conversion.writing.model_card import model_card
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.formatting import count_bytes, parse_bytes, show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
+from moe_jax.data.calibration_texts.weighted_sources import describe_sources, files_of, weighted_sources
 from moe_jax.data.end_tokens import end_tokens, generation_settings
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.staging import check_beside, check_target, open_work, refuse_existing, require_space
@@ -92,7 +93,7 @@ def export(
         config.check_no_further("an export in codes")
         tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
         if calibrate is not None and not packing.is_calibrated:
-            raise InputError(f"--calibrate {spec.calibrate}: no part gets new whole numbers, which a text could choose")
+            raise InputError("--calibrate: no part gets new whole numbers, which a text could choose")
     sizes = {
         path: sum(tensors[name].nbytes for name in tensors_of(path, mapped, packing))
         if packing is not None and packing.encoder_of(path) is not None
@@ -102,7 +103,7 @@ def export(
     print_changes(source.config, config, sizes, console)
     if packing is not None:
         for line in (
-            packing.said(source, None if spec.calibrate is None else str(spec.calibrate)),
+            packing.said(source, ", ".join(one.name for one in weighted_sources(spec.calibrate)) or None),
             *packing.container.notes(packing.encoders, _main_dtype(specs)),
             *packing.doubts(mapped),
         ):
@@ -119,7 +120,13 @@ def export(
     options = {"max_shard_size": max_bytes, **{name: getattr(spec, name) for name in kept}}
     if packing is not None:
         options |= {"codes": {part: encoder.word for part, encoder in packing.encoders.items()}}
-    read = [source, *([] if spec.calibrate is None else [as_path(spec.calibrate)])]
+    if spec.calibrate is not None:
+        options |= {
+            "calibrate": describe_sources(weighted_sources(spec.calibrate)),
+            "samples": spec.samples,
+            "seq_len": spec.seq_len,
+        }
+    read = [source, *files_of(weighted_sources(spec.calibrate))]
     lineage = [*source.lineage, new_lineage_entry("export", options, read)]
     job = job_of(lineage)
     with ByteProgress(console, "exporting", total) as progress:

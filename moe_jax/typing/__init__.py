@@ -11,6 +11,7 @@ Arguments of verbs:
     RecipeOrPath                     of `train`
     Prompt, Message                  of `generate`: a text, tokens or a conversation of messages
     Text, Texts, Examples            of `evaluate` and `classify`
+    CalibrationSources               of `compress` and `export`: what is calibrated on
     Kernels                          of `compress_experts`
     Progress                         called with what is done, how much, and of how much
 
@@ -42,6 +43,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.api.model import OutPath as OutPath
     from moe_jax.api.train import RecipeOrPath as RecipeOrPath
     from moe_jax.core.terminal import Progress as Progress
+    from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources as CalibrationSources
     from moe_jax.data.chat_template import Message as Message
     from moe_jax.data.pictures.picture_sources import PictureSource as PictureSource
     from moe_jax.data.rows import Example as Example

@@ -366,7 +366,7 @@ def test_experts_alone_give_nothing_to_calibrate():
 
 
 def test_processes_that_record_inputs_for_each_other_need_a_folder(monkeypatch):
-    made = types.SimpleNamespace(folder="recorded")
+    made = types.SimpleNamespace(folder="recorded", sources={})
     monkeypatch.setattr(compressing, "calibrate", lambda *_, place, **__: (places.append(place), made)[1])
     monkeypatch.setattr(compressing, "_windows", lambda *_: {})
     places, there = [], "gs://bucket/model"

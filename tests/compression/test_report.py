@@ -103,7 +103,8 @@ def test_what_two_have_measured_is_added_up():
 
 
 def test_a_note_is_read_as_it_was():
-    figures = measured(*drawn()).figures(rounds=3, converged=True)
+    counts = {"expert_tokens": (3, 4), "expert_tokens_by_source": {"a.txt": (1, 4), "self": (2, 0)}}
+    figures = measured(*drawn()).figures(rounds=3, converged=True, **counts)
     assert LayerFigures.from_note(json.loads(json.dumps(dataclasses.asdict(figures)))) == figures
 
 
@@ -132,7 +133,10 @@ def test_warnings_are_of_what_is_wrong():
     assert (report.expert_bytes_before, report.expert_bytes_after) == (2000, 3250)
     used = (layer(0, expert_tokens=(64, 65)), layer(3, expert_tokens=(63, 500, 0)))
     [rare] = Report(layers=used, bytes_before=9, bytes_after=8).warnings
-    assert "2 experts (layer 3: 0, 2) fewer than 64 tokens" in rare and "--samples" in rare
+    assert "2 experts (layer 3: 0, 2) fewer than 64 tokens each (1 of them none at all)" in rare
+    assert "--samples" in rare and "shrunk towards those of their layers" in rare
+    [seen] = Report(layers=(layer(0, expert_tokens=(1, 64)),), bytes_before=9, bytes_after=8).warnings
+    assert "none at all" not in seen
     written = report.to_json()
     assert (written["expert_bytes_after"], written["bytes_before"], written["bytes_after"]) == (3250, 9, 8)
     assert [one["layer"] for one in written["layers"]] == [0, 4] and written["warnings"] == [*report.warnings]

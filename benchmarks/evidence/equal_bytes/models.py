@@ -123,7 +123,7 @@ def calibration(
     if known is not None:
         layers = {i: layer._replace(sensitivities=known[i]) for i, layer in layers.items()}
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
-    return Calibration(folder / KEY_FILE, layers)
+    return Calibration((folder / KEY_FILE,), layers)
 
 
 def _record(source: ModelInMemory, windows: np.ndarray, folder: Path) -> None:

@@ -199,7 +199,7 @@ def _calibration(place: Place, scale: str, model: str) -> Calibration:
     )
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
     layers = {layer: LayerCalibration(found) for layer, found in statistics.items()}
-    return Calibration(source.path / "config.json", layers)
+    return Calibration((source.path / "config.json",), layers)
 
 
 def _bases(experts: Mapping[int, Kernels], dense: ModelSource | None) -> dict[int, Kernels]:

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +42,7 @@ class CalibrationRows:
       slots: Int32[N, L], which feature of the row's pictures stands at a token, counted from 1; 0: none.
       pictures: number of pictures of every row.
       pixels: for every row with pictures, in turn, what returns theirs.
+      sources: names of the sources that the rows come from, in turn, with the number of rows of each.
     """
 
     tokens: Int[np.ndarray, "N L"]
@@ -51,6 +52,7 @@ class CalibrationRows:
     slots: Int[np.ndarray, "N L"]
     pictures: tuple[int, ...]
     pixels: tuple[Pixels, ...] = ()
+    sources: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of_windows(cls, windows: Int[np.ndarray, "N L"]) -> "CalibrationRows":
@@ -89,6 +91,23 @@ class CalibrationRows:
             pixels=pixels,
         )
 
+    @classmethod
+    def joined(cls, parts: Mapping[str, "CalibrationRows"]) -> "CalibrationRows":
+        """The rows of several sources, by their names, one after another; as long as the longest."""
+        length = max(part.length for part in parts.values())
+
+        def padded(name: str) -> np.ndarray:
+            arrays = (getattr(part, name) for part in parts.values())
+            return np.concatenate([np.pad(array, ((0, 0), (0, length - array.shape[1]))) for array in arrays])
+
+        every = parts.values()
+        return cls(
+            **{name: padded(name) for name in ("tokens", "targets", "weights", "valid", "slots")},
+            pictures=tuple(itertools.chain.from_iterable(part.pictures for part in every)),
+            pixels=tuple(itertools.chain.from_iterable(part.pixels for part in every)),
+            sources=tuple((name, len(part)) for name, part in parts.items()),
+        )
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -101,6 +120,15 @@ class CalibrationRows:
     def count(self) -> int:
         """Number of tokens without padding."""
         return int(self.valid.sum())
+
+    @property
+    def tokens_by_source(self) -> dict[str, int]:
+        """Number of tokens without padding of each of the sources, in the order of the rows."""
+        found, begin = {}, 0
+        for name, count in self.sources:
+            found[name] = int(self.valid[begin : begin + count].sum())
+            begin += count
+        return found
 
     @property
     def num_pictures(self) -> int:
@@ -117,7 +145,7 @@ class CalibrationRows:
         names = ("tokens", "targets", "weights", "valid", "slots", "pictures")
         seen = sum(pictures > 0 for pictures in self.pictures[:count])
         cut = {name: getattr(self, name)[:count] for name in names}
-        return dataclasses.replace(self, **cut, pixels=self.pixels[:seen])
+        return dataclasses.replace(self, **cut, pixels=self.pixels[:seen], sources=())
 
     def each_picture(self) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
         """Yields the pictures of all rows; those of one row are in memory at a time."""

@@ -64,6 +64,21 @@ def routed_tokens(layer: SourceLayer) -> tuple[int, ...] | None:
     return tuple(np.bincount(experts[experts >= 0], minlength=layer.moe.bank_experts).tolist())
 
 
+def routed_by_source(layer: SourceLayer, sources: Mapping[str, int]) -> dict[str, tuple[int, ...]] | None:
+    """Returns the same for each of several sources; `sources` are their numbers of tokens, in the order of the rows.
+
+    Returns None for a single source, or where rows or sources are not known.
+    """
+    if layer.rows is None or len(sources) < 2:
+        return None
+    found, begin = {}, 0
+    for name, count in sources.items():
+        experts = np.asarray(layer.rows.experts[begin : begin + count])
+        found[name] = tuple(np.bincount(experts[experts >= 0], minlength=layer.moe.bank_experts).tolist())
+        begin += count
+    return found
+
+
 BACKGROUND = 64
 """Weight of the tokens of the whole layer, in tokens that are routed to an expert."""
 _BACKGROUND_ROWS = 512

@@ -11,6 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -65,21 +66,23 @@ NOT_YET_RECORDED = LayerCalibration(
 
 
 class Calibration(NamedTuple):
-    """The recording of a model on a text.
+    """The recording of a model on texts.
 
     Attributes:
-      text: the file.
+      files: that were read.
       layers: by the index of the MoE layer.
       folder: of the recording; None: in memory.
       keep: an object that must live as long as this: its folder, if that is a temporary one.
       rows: the rows that the model was run on; None: there is no text.
+      sources: number of tokens of every source, in the order of the layers' rows; empty: not known.
     """
 
-    text: Path
+    files: tuple[Path, ...]
     layers: Mapping[int, LayerCalibration]
     folder: Path | None = None
     keep: Any = None
     rows: CalibrationRows | None = None
+    sources: Mapping[str, int] = MappingProxyType({})
 
 
 def inputs_file(folder: Path, layer: int) -> Path:
@@ -147,25 +150,41 @@ def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
     return True
 
 
+def read_windows(folder: Path) -> tuple[int, int]:
+    """Returns how many rows a complete recording was made on, and how many tokens the longest has."""
+    try:
+        count, length = map(int, read_json(folder / KEY_FILE, allow=ANYTHING)["windows"])
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"the calibration {folder} is damaged ({KEY_FILE}); remove it") from None
+    return count, length
+
+
 DEFAULT_SAMPLES = 128
 """Default number of windows, if the text has as many: as many as GPTQ's authors took."""
 
 
 def sample_windows(
-    ids: Int[np.ndarray, " n"], *, seq_len: int, samples: int | None = None, seed: int = 0
+    ids: Int[np.ndarray, " n"],
+    *,
+    seq_len: int,
+    samples: int | None = None,
+    seed: int = 0,
+    most: int = DEFAULT_SAMPLES,
+    name: str = "the calibration text",
 ) -> Int[np.ndarray, "N L"]:
-    """Draws N windows, none of them twice, in the order of the text; None: `DEFAULT_SAMPLES`, or as many as there are.
+    """Draws N windows, none of them twice, in the order of the text; None: `most`, or as many as there are.
 
-    Windows have `seq_len` tokens, of a shorter text all. Fewer of them than requested are an `InputError`.
+    Windows have `seq_len` tokens, of a shorter text all. Fewer of them than requested are an `InputError`,
+    which calls the text by its name.
     """
     length = min(seq_len, len(ids))
     count = len(ids) // length
     if samples is not None and not 1 <= samples <= count:
         raise InputError(
-            f"samples={samples}: the calibration text has {len(ids)} tokens, which are {count} windows of {length}; "
-            "ask for at most so many, or give a longer text"
+            f"{name} has {len(ids)} tokens, which are {count} windows of {length}, and {samples} are asked for; ask "
+            "for at most so many, or give a longer text"
         )
-    wanted = min(DEFAULT_SAMPLES, count) if samples is None else samples
+    wanted = min(most, count) if samples is None else samples
     chosen = np.sort(np.random.Generator(np.random.Philox(seed)).permutation(count)[:wanted])
     return ids[: count * length].reshape(count, length)[chosen].astype(np.int32)
 

@@ -33,6 +33,7 @@ from moe_jax.conversion.writing.leaf_writing import Calibrate, LeafWriting
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
+from moe_jax.data.calibration_texts.weighted_sources import describe_sources, files_of, weighted_sources
 from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.byte_files import fingerprint_files
@@ -197,9 +198,11 @@ def _write(
     require_space(dst, total + len(header))
     options = {name: getattr(spec, name) for name in ("gguf_type", "dense_layers", "allow_nonfinite")}
     options |= {"samples": spec.samples, "seq_len": spec.seq_len, "saves": spec.save_imatrix is not None}
+    if spec.calibrate is not None:
+        options |= {"calibrate": describe_sources(weighted_sources(spec.calibrate))}
     if spec.imatrix is not None:
         options |= {"imatrix": fingerprint_files([as_path(spec.imatrix)])}
-    read = [source, *([] if spec.calibrate is None else [as_path(spec.calibrate)])]
+    read = [source, *files_of(weighted_sources(spec.calibrate))]
     job = job_of([*source.lineage, new_lineage_entry("export", {"format": "gguf", **options}, read)])
     with contextlib.ExitStack() as until_written:
         measured, shape = None, (0, 0)
@@ -231,7 +234,11 @@ def _write(
                 writing.write_layers(work)
             _check_written(work.file, plan)
             if measured is not None and spec.save_imatrix is not None:
-                about = {"datasets": [str(spec.calibrate)], "chunk_count": shape[0], "chunk_size": shape[1]}
+                about = {
+                    "datasets": [one.name for one in weighted_sources(spec.calibrate)],
+                    "chunk_count": shape[0],
+                    "chunk_size": shape[1],
+                }
                 write_imatrix(spec.save_imatrix, measured.sums, measured.counts, **about)
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)

@@ -6,17 +6,28 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_jax.api.model import open_model
 from moe_jax.commands.cli import main
+from moe_jax.compression.calibration.recording import read_layer
+from moe_jax.compression.spec import SweepSpec
 from moe_jax.conversion.gguf.expert_importance import read_expert_importance
 from moe_jax.conversion.gguf.imatrix import write_imatrix
 from moe_jax.core.errors import InputError
+from tests.support.tiers import long
 
 EXPERTS = 4
+QUANTIZE = {"method": "quantize", "bits": 2, "group_size": 16}
 
 
 @pytest.fixture(scope="module")
 def moe():
     return moe_jax.tiny_model(experts=EXPERTS)
+
+
+@pytest.fixture
+def text_of_words(models, text):
+    """A model with a tokenizer, and a text."""
+    return models["one"], text
 
 
 def imatrix_of(model, file: Path, experts: int = EXPERTS, width: int | None = None, layers: int | None = None) -> Path:
@@ -107,3 +118,42 @@ def test_the_command_takes_it(moe, tmp_path, capsys):
     assert "there is no imatrix file" in capsys.readouterr().err
     assert main([*command, "--imatrix", str(file)]) == 0
     assert moe_jax.load(tmp_path / "small").lineage[-1]["options"]["imatrix"] == str(file)
+
+
+@long
+def test_what_a_text_gave_is_kept_for_another_job(text_of_words, tmp_path):
+    """The squares are those of a plain computation, and the file is read again."""
+    moe, text = text_of_words
+    file, folder = tmp_path / "kept.gguf", tmp_path / "recorded"
+    given = {"calibrate": text, "seq_len": 24, "samples": 6, "calibration_dir": folder, "save_imatrix": file}
+    moe_jax.compress(moe, **QUANTIZE, **given)
+    source = open_model(moe)
+    importance = read_expert_importance(file, source, source.config.moe_layers)
+    (recorded,) = (one.parent for one in folder.rglob("calibration.json"))
+    for layer in source.config.moe_layers:
+        rows = read_layer(recorded, layer).rows
+        x = rows.inputs.astype(np.float64)
+        spread = np.linspace(0, len(x) - 1, min(512, len(x))).astype(int)
+        kernels = {name: source.read(f"layers/{layer}/mlp/experts/{name}/kernel") for name in ("gate", "up", "down")}
+        for expert in range(source.config.moe(layer).bank_experts):
+            weights = np.where(rows.experts == expert, rows.weights, 0).astype(np.float64).sum(axis=1) ** 2
+            chosen = (rows.experts == expert).any(axis=1)
+            usual = weights[chosen].mean() if chosen.any() else 1.0
+            np.add.at(weights, spread, usual * 64 / len(spread))
+            gate, up = (x @ kernels[name][expert].astype(np.float64) for name in ("gate", "up"))
+            hidden = gate / (1 + np.exp(-gate)) * up
+            for name, values in (("inputs", x), ("hidden", hidden)):
+                expected = weights @ values**2 / weights.sum()
+                np.testing.assert_allclose(importance[layer][name][expert], expected, rtol=1e-4)
+    small = moe_jax.compress(moe, **QUANTIZE, imatrix=file)
+    assert small.lineage[-1]["options"]["imatrix"] == str(file)
+    with pytest.raises(InputError, match="exists"):
+        moe_jax.compress(moe, **QUANTIZE, **given)
+
+
+def test_where_no_imatrix_can_be_kept(text_of_words, tmp_path):
+    moe, text = text_of_words
+    with pytest.raises(InputError, match="only with --calibrate"):
+        moe_jax.compress(moe, **QUANTIZE, save_imatrix=tmp_path / "kept.gguf")
+    with pytest.raises(InputError, match="not with --sweep"):
+        SweepSpec(text=text, calibrate=text, save_imatrix=tmp_path / "kept.gguf")

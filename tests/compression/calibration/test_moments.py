@@ -140,7 +140,7 @@ def test_a_calibrated_layer_changes_its_outputs_less(layer, name, tmp_path):
         if recorded is not None:
             text = tmp_path / "text.txt"
             text.write_text("of what the rows are")
-            calibration = Calibration(text, {0: recorded})
+            calibration = Calibration((text,), {0: recorded})
         report = compress(source, tmp_path / way, method, calibration=calibration, described={})
         figures[way] = report.layers[0]
     assert figures["plain"].output_error is None
@@ -165,6 +165,6 @@ def _output_error(layer: SourceLayer, model) -> float:
 def test_the_error_said_of_a_calibrated_layer_is_that_of_its_outputs(method, layer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("of what the rows are")
-    calibration = Calibration(text, {0: layer.calibration})
+    calibration = Calibration((text,), {0: layer.calibration})
     report = compress(layer._source, tmp_path / "out", make_method(*method), calibration=calibration, described={})
     assert report.layers[0].output_error == pytest.approx(_output_error(layer, tmp_path / "out"), rel=1e-3)

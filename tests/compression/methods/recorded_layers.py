@@ -35,4 +35,4 @@ def calibration_of(layer: LayerCalibration, folder: Path) -> Calibration:
     """As `compress` takes it."""
     text = folder / "text.txt"
     text.write_text("of what the rows are")
-    return Calibration(text, {0: layer})
+    return Calibration((text,), {0: layer})

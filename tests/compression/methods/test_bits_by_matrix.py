@@ -245,7 +245,7 @@ def test_less_than_a_bit_for_every_expert(experts, tmp_path):
     (tmp_path / "text.txt").write_text("of what the rows are")
     alike = {"gate": 1.0, "up": 1.0, "down": 1.0}
     layers = {i: recorded(source, seed=i, tokens=100)._replace(sensitivities=alike) for i in config.moe_layers}
-    calibration, found = Calibration(tmp_path / "text.txt", layers), {}
+    calibration, found = Calibration((tmp_path / "text.txt",), layers), {}
     for target in (100_000, 60_000):
         options = {"target_bytes": target, "group_size": 64, "solver": "identity", "experts": experts}
         report = compress(

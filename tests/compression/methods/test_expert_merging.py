@@ -184,7 +184,7 @@ def test_merged_experts_can_be_merged_again(source):
 def test_a_job_takes_the_statistics_of_its_layers(name, source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("All the world is a stage.")
-    calibration = Calibration(text, {0: CALIBRATION})
+    calibration = Calibration((text,), {0: CALIBRATION})
     report = compress(source, tmp_path / "out", METHODS[name](keep=0.5), calibration=calibration, described={})
     assert not any("--calibrate" in line for line in report.warnings)
     out = ModelDirectory(tmp_path / "out")

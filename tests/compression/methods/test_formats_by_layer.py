@@ -45,7 +45,7 @@ def calibration(source, tmp_path_factory):
     text = tmp_path_factory.mktemp("recorded") / "text.txt"
     text.write_text("of what the rows are")
     layers = {i: recorded(source, seed=i, tokens=100)._replace(sensitivities=SENSITIVITIES) for i in (0, 2)}
-    return Calibration(text, layers)
+    return Calibration((text,), layers)
 
 
 @pytest.fixture(autouse=True)
