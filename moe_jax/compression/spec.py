@@ -30,6 +30,7 @@ from moe_jax.compression.options.of_whole_experts import (
     MEOOptions,
     MLPFusionOptions,
     MSMoEOptions,
+    REAMOptions,
     REAPOptions,
     StructuredPruningOptions,
 )
@@ -57,6 +58,7 @@ METHOD_OPTIONS: dict[str, type[MethodOptions]] = {
     "mlp-fusion": MLPFusionOptions,
     "quantize": PlainQuantizeOptions,
     "reap": REAPOptions,
+    "ream": REAMOptions,
     "hc-smoe": HCSMoEOptions,
     "d2-moe": D2MoEOptions,
     "hqq": HQQOptions,

@@ -9,7 +9,7 @@ group are aligned and its experts weighted.
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -56,6 +56,10 @@ class Groups(NamedTuple):
     of: Int[np.ndarray, " E"]  # group of every expert, int32; groups are in the order of their dominant experts
     dominant: Int[np.ndarray, " G"]  # the most used expert of every group, ascending
 
+    def in_words(self) -> str:
+        """Returns such as `0 2 5 | 1 3 4`."""
+        return " | ".join(" ".join(map(str, np.flatnonzero(self.of == g))) for g in range(len(self.dominant)))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merging(MergingOptions, Method):
@@ -93,13 +97,10 @@ class Merging(MergingOptions, Method):
         statistics = statistics_of(layer)
         groups = self.group(layer, statistics, count_groups(layer.moe.routed_experts, self.keep))
         permutations, figures = self.align(layer, groups, tick)
-        weights = self.weights(statistics)
-        totals, sizes = np.bincount(groups.of, weights)[groups.of], np.bincount(groups.of)[groups.of]
         return {
             "groups": groups.of,
             "dominant": groups.dominant,
-            # They sum to 1 in every group; a group that was never used has equal ones.
-            "weights": np.divide(weights, totals, out=1 / sizes, where=totals > 0),
+            "weights": shares_of_groups(groups, self.weights(statistics)),
             "permutations": permutations,
             "seconds": np.asarray(time.monotonic() - began),
             **{f"figure_{name}": np.asarray(value) for name, value in figures.items()},
@@ -118,22 +119,28 @@ class Merging(MergingOptions, Method):
         write_universal(layer, write)
         measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
         for name in layer.shapes:
-            _merge_matrix(layer, name, groups, analysis, write, measure)
+            merge_matrix(layer, name, groups, analysis, write, measure)
         before = layer.leaf("groups") if layer.moe.merged_experts is not None else slice(None)
         write("groups", groups.of[before])
         found = {name[7:]: value.item() for name, value in analysis.items() if name.startswith("figure_")}
         return measure.figures(
             analysed=analysis["seconds"],
-            # Such as `0 2 5 | 1 3 4`.
-            choice=" | ".join(" ".join(map(str, np.flatnonzero(groups.of == g))) for g in range(len(groups.dominant))),
+            choice=groups.in_words(),
             uniform_usage=layer.calibration is None or layer.calibration.statistics is None,
             **found,
         )
 
 
-def _merge_matrix(
+def shares_of_groups(groups: Groups, weights: Float[np.ndarray, " E"]) -> Float[np.ndarray, " E"]:
+    """Weights that sum to 1 in every group; one of zeros gets equal ones."""
+    totals, sizes = np.bincount(groups.of, weights)[groups.of], np.bincount(groups.of)[groups.of]
+    return np.divide(weights, totals, out=1 / sizes, where=totals > 0)
+
+
+def merge_matrix(
     layer: SourceLayer, name: str, groups: Groups, analysis: Analysis, write: Write, measure: Measure
 ) -> None:
+    """Writes one matrix of the experts of all groups: means of aligned ones, by the `weights` of the analysis."""
     weights, permutations = analysis["weights"], analysis["permutations"]
 
     def aligned() -> Iterator[np.ndarray]:
@@ -163,17 +170,22 @@ class MSMoE(MSMoEOptions, Merging):
     """The method with the options `MSMoEOptions`."""
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> tuple[Int[np.ndarray, "E f"], dict[str, Any]]:
-        permutations, figures = super().align(layer, groups, tick)
-        if len(groups.dominant) == len(groups.of):
-            return permutations, figures
-        designs = design_matrices(layer)
-        layer.forget()
-        for expert, group in enumerate(groups.of):
-            dominant = groups.dominant[group]
-            if expert != dominant:
-                permutations[expert] = align(designs[expert], designs[dominant])
-            tick((expert + 1) / len(groups.of))
-        return permutations, figures
+        return aligned_to_dominant(layer, groups, tick), {}
+
+
+def aligned_to_dominant(layer: SourceLayer, groups: Groups, tick: Tick) -> Int[np.ndarray, "E f"]:
+    """The order of the neurons of every expert that is nearest to the dominant one of its group: exact assignments."""
+    permutations = unaligned(layer)[: layer.moe.routed_experts]
+    if len(groups.dominant) == len(groups.of):
+        return permutations
+    designs = design_matrices(layer)
+    layer.forget()
+    for expert, group in enumerate(groups.of):
+        dominant = groups.dominant[group]
+        if expert != dominant:
+            permutations[expert] = align(designs[expert], designs[dominant])
+        tick((expert + 1) / len(groups.of))
+    return permutations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,6 +274,30 @@ def cluster_by_distance(points: Float[np.ndarray, "n d"], count: int) -> Int[np.
     return cut_tree(linkage(points, method="average", metric="euclidean"), n_clusters=count)[:, 0]
 
 
+def check_removable(layers: Iterable[SourceLayer], keep: float) -> None:
+    """Raises `InputError` if a share of the experts, and of the outputs of their router, cannot be all that is left."""
+    for layer in layers:
+        moe, where = layer.moe, f"layer {layer.index}"
+        left = count_groups(moe.num_experts, keep)
+        if layer.num_experts > moe.bank_experts:
+            raise InputError("--extended does not go with this method, which makes no deltas")
+        if moe.universal == "coder":
+            raise InputError(f"{where}: universal 'coder' has a gate network, from which no expert can be removed")
+        if moe.router != LINEAR:
+            raise InputError(f"{where}: experts can be removed from linear routers, and its router is {moe.router!r}")
+        if moe.selection.groups > 1:
+            raise InputError(
+                f"{where}: experts are chosen by groups={moe.selection.groups}, and these would no longer be equal"
+            )
+        if moe.merged_experts is not None:
+            raise InputError(f"{where}: its experts are merged, so that several outputs of the router share one")
+        if left < moe.top_k:
+            raise InputError(
+                f"keep={keep:g} leaves {left} of {moe.num_experts} experts in {where}, where every token is "
+                f"routed to top_k={moe.top_k}; keep at least {moe.top_k / moe.num_experts:g}"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class REAP(REAPOptions, Method):
     """The method with the options `REAPOptions`."""
@@ -270,28 +306,7 @@ class REAP(REAPOptions, Method):
     origin: ClassVar[str | None] = NO_BASE
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        for layer in layers:
-            moe, where = layer.moe, f"layer {layer.index}"
-            left = count_groups(moe.num_experts, self.keep)
-            if layer.num_experts > moe.bank_experts:
-                raise InputError("--extended does not go with this method, which makes no deltas")
-            if moe.universal == "coder":
-                raise InputError(f"{where}: universal 'coder' has a gate network, from which no expert can be removed")
-            if moe.router != LINEAR:
-                raise InputError(
-                    f"{where}: experts can be removed from linear routers, and its router is {moe.router!r}"
-                )
-            if moe.selection.groups > 1:
-                raise InputError(
-                    f"{where}: experts are chosen by groups={moe.selection.groups}, and these would no longer be equal"
-                )
-            if moe.merged_experts is not None:
-                raise InputError(f"{where}: its experts are merged, so that several outputs of the router share one")
-            if left < moe.top_k:
-                raise InputError(
-                    f"keep={self.keep:g} leaves {left} of {moe.num_experts} experts in {where}, where every token is "
-                    f"routed to top_k={moe.top_k}; keep at least {moe.top_k / moe.num_experts:g}"
-                )
+        check_removable(layers, self.keep)
         check_calibrated(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:

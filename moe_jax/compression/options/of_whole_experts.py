@@ -97,6 +97,22 @@ class REAPOptions(MethodOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class REAMOptions(MergingOptions):
+    """As reap, but what would go is merged by saliency into the most similar expert that stays, neurons aligned.
+
+    REAM (Jha et al., 2026, "Merging Improves Pruning of Experts in LLMs", arXiv 2604.04356): similar are the logits of
+    the router and the outputs on --calibrate. The router has an output for every expert that stays.
+
+    Attributes:
+      keep: share of the experts that stays, in (0, 1]; not fewer than a token is routed to.
+    """
+
+    implementation: ClassVar[str] = "ream.REAM"
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.5, 0.75))
+    needs_calibration: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredPruningOptions(MethodOptions):
     """The neurons whose rows of the design matrix have the largest L1 norms; the experts become narrower.
 
