@@ -42,6 +42,7 @@ from moe_jax.compression.calibration.recording import (
 )
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.compression.calibration.summed_squares import summed_squares
+from moe_jax.compression.rotated_source import RotatedSource
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
 from moe_jax.conversion.gguf.expert_importance import expert_tensors, read_expert_importance, write_expert_importance
@@ -160,6 +161,9 @@ def _opened(
     if spec.dtype is not None:
         source = CastSource(source, spec.dtype)
     base = None if spec.base is None else open_model(spec.base)
+    if spec.rotate:
+        source, stored = RotatedSource(source), RotatedSource(stored)
+        base = None if base is None else RotatedSource(base)
     layers = parse_layers(spec.layers, source.config) if isinstance(spec.layers, str) else spec.layers
     # This would fail anyway, but only after a long calibration.
     part = methods[0].part

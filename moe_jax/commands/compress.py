@@ -112,7 +112,7 @@ def _options(method: str) -> list[Option]:
 _OF_METHODS = command_fields()
 Options = command_options(_Command, SweepSpec, more=_OF_METHODS)
 GROUPS = {
-    "what is compressed, and how": ("method", "layers", "dtype"),
+    "what is compressed, and how": ("method", "layers", "rotate", "dtype"),
     "what a method measures or begins with": (
         "base",
         "calibrate",

@@ -234,6 +234,10 @@ class CompressSpec(Spec):
     else."""
     image_folder: Annotated[str | os.PathLike[str] | None, Shown("DIR", "that of the file", Path | None)] = None
     """With `calibrate`: the folder that names of pictures are inside of."""
+    rotate: bool = False
+    """First rotates what passes between layers, and the values of attention heads, which spreads few large weights over
+    all: the model computes the same, and codes round it with less error. All its weights change, and a head that is
+    tied to the embedding becomes one of its own. Not of models with LayerNorms, or with norms after a branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of what is not in codes, in experts and in all else; by default as stored."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
@@ -257,6 +261,8 @@ class CompressSpec(Spec):
                 "--imatrix goes neither with --extended, for its file says nothing of that FFN, nor with --calibrate, "
                 "which says more"
             )
+        if self.imatrix is not None and self.rotate:
+            raise InputError("--imatrix does not go with --rotate: its file knows the inputs as they are without it")
         if self.calibration_seed is not None and self.calibration_seed < 0:
             raise InputError(f"calibration_seed={self.calibration_seed} must not be negative")
         if self.seq_len is not None:
@@ -319,6 +325,8 @@ class CompressSpec(Spec):
         described: dict[str, Any] = {"base": base, "extended": self.extended, "layers": layers}
         if self.dtype is not None:
             described["dtype"] = self.dtype
+        if self.rotate:
+            described["rotate"] = True
         if self.imatrix is not None:
             described["imatrix"] = str(self.imatrix)
         if self.calibrate is not None:
