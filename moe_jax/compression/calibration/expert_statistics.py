@@ -14,6 +14,7 @@ a moment is shrunk towards that of the layer, the more the rarer the expert is u
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,22 @@ def tokens_per_expert(layer: SourceLayer) -> np.ndarray:
     assert layer.rows is not None
     experts = layer.rows.experts
     return np.bincount(experts[experts >= 0], minlength=layer.num_experts)
+
+
+class WeightedTokens(NamedTuple):
+    """The tokens that count for an expert in `moments`: their indices, inputs in float32, and weights there."""
+
+    index: Int[np.ndarray, " n"]
+    inputs: Float[np.ndarray, "n d"]
+    weights: Float[np.ndarray, " n"]
+
+
+def weighted_tokens(layer: SourceLayer, expert: int) -> WeightedTokens:
+    """Returns the tokens that count for an expert; of a layer with rows."""
+    rows = layer.rows
+    assert rows is not None
+    index, weights = _counted(rows, expert if expert < layer.moe.bank_experts else None)
+    return WeightedTokens(index, np.asarray(rows.inputs[index], np.float32), weights)
 
 
 def _functions(

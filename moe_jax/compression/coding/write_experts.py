@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from moe_jax.compression.calibration.expert_statistics import weighted_tokens
 from moe_jax.compression.coding.coder import (
     ExpertCoder,
     LeastError,
@@ -25,6 +27,7 @@ from moe_jax.compression.coding.coder import (
     joint_moments,
     shared_base_coder,
 )
+from moe_jax.compression.coding.learnt_rounding import Expert, learn_rounding, start_of
 from moe_jax.compression.coding.pruning import prune
 from moe_jax.compression.report import Measure
 from moe_jax.compression.source_layer import (
@@ -37,7 +40,7 @@ from moe_jax.compression.source_layer import (
     neuron_rows,
 )
 from moe_jax.experts import BankConfig
-from moe_jax.experts.forms import KernelForm, Matrix
+from moe_jax.experts.forms import KernelForm, Matrix, Quantized
 from moe_jax.experts.forms.coding import ByExpert, CodedJointly, Coder, Encodable, Residual, experts_with, own_of
 
 REFITS = 2
@@ -81,6 +84,7 @@ def write_experts(
     feedback: bool = True,
     even: bool = False,
     coder: ExpertCoder | None = None,
+    learnt_steps: int | None = None,
 ) -> Measure:
     """Writes the experts of a layer in the form of a bank; returns the measure of the errors of all matrices.
 
@@ -95,6 +99,8 @@ def write_experts(
       fit, even: see `LeastError`.
       feedback: see `LeastOutputError`; of a layer that was calibrated.
       coder: of all kernels; None: those of `expert_coders`, or of matrices that are encoded together `LeastJointError`.
+      learnt_steps: steps in which the rounding of codes is learnt (`learnt_rounding`); None: it is not. Memory then
+        holds all matrices.
     """
     form, measure = bank.form, Measure(layer.num_experts, layer.moe.expert.dim)
     assert isinstance(form, KernelForm)
@@ -108,6 +114,9 @@ def write_experts(
     if isinstance(form, CodedJointly):
         assert permutations is not None
         _write_jointly(layer, bank, form, permutations, write, measure, coder_of_base)
+    elif learnt_steps is not None:
+        coders = partial(expert_coders, layer, fit=fit, feedback=False, even=even)
+        _write_learnt(layer, bank, base, coders, coder_of_base, write, measure, steps=learnt_steps)
     else:
         for name in layer.shapes:
             coders = partial(expert_coders, layer, name, permutations, fit=fit, feedback=feedback, even=even)
@@ -214,6 +223,50 @@ def _write_jointly(
             measure.add(expert, kernel, bases.get(name), approximations[name], moments.get(name))
     for path, array in stacked.items():
         write(f"experts/delta/{path}", array)
+
+
+def _write_learnt(
+    layer: SourceLayer,
+    bank: BankConfig,
+    base_of: Callable[[str], np.ndarray] | None,
+    coders_of: Callable[[str], Iterable[ExpertCoder]],
+    coder_of_base: Callable[[str], ExpertCoder],
+    write: Write,
+    measure: Measure,
+    *,
+    steps: int,
+) -> None:
+    """One expert after another, all of its matrices at once: their rounding is learnt together."""
+    form, bases = bank.form, dict.fromkeys(layer.shapes)
+    assert isinstance(form, Quantized)
+    forms = {name: form.of_matrix(matrix) for name, matrix in layer.matrices.items()}
+    for name in filter(bank.has_base_of, layer.shapes):
+        base = mean_kernel(layer.kernels(name)) if base_of is None else base_of(name)
+        stored = stored_base(layer, bank, name, base, coder_of_base(name))
+        stored.write(name, write)
+        bases[name] = stored.kernel.astype(np.float32)
+    biases = {name: own for name in layer.shapes if (own := layer.biases(name)) is not None}
+    stacked: dict[str, dict[str, np.ndarray]] = {name: {} for name in layer.shapes}
+    experts = zip(*map(layer.kernels, layer.shapes), strict=True)
+    for expert, (found, coders) in enumerate(
+        zip(experts, zip(*map(coders_of, layer.shapes), strict=True), strict=True)
+    ):
+        kernels = {name: kernel.astype(np.float32) for name, kernel in zip(layer.shapes, found, strict=True)}
+        starts = {}
+        for name, coder in zip(layer.shapes, coders, strict=True):
+            values = kernels[name] if bases[name] is None else kernels[name] - bases[name]
+            leaves, _ = forms[name].encode(Residual(values, layer.dtype(name)), layer.matrices[name], coder)
+            starts[name] = start_of(leaves, values, forms[name], bases[name])
+        own = {name: bias[expert].astype(np.float32) for name, bias in biases.items()}
+        whole = Expert(kernels, own, layer.moe.expert.activation)
+        learnt = learn_rounding(whole, starts, forms, weighted_tokens(layer, expert), steps=steps)
+        for name, coder in zip(layer.shapes, coders, strict=True):
+            leaves, made = jax.tree.map(np.asarray, learnt[name])
+            _stack(stacked[name], leaves, expert, layer.num_experts)
+            measure.add(expert, kernels[name], bases[name], made, coder.moment)
+    for name, leaves in stacked.items():
+        for leaf, array in leaves.items():
+            write(f"experts/delta/{name}/{leaf}", array)
 
 
 def stored_base(layer: SourceLayer, bank: BankConfig, name: str, base: np.ndarray, coder: Coder) -> SharedBase:

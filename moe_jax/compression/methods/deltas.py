@@ -47,6 +47,10 @@ class Quantize(QuantizeOptions, HasCentre, Method):
 
     layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
 
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        if self.learnt_steps is not None:
+            check_calibrated(layers)
+
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         wanted = Wanted(form=Quantized, **self.codes_options)
         return all_alike(layers, wanted, analyses, base="shared", codes=self.codes)
@@ -56,6 +60,7 @@ class Quantize(QuantizeOptions, HasCentre, Method):
     ) -> LayerFigures:
         fit, even = self.scale == "mse", self.levels == "even"
         options: Any = {"refit": True, "fit": fit, "feedback": self.feedback, "even": even}
+        options["learnt_steps"] = self.learnt_steps
         return _figures(target.bank, write_experts(layer, target.bank, write, base=base.kernel, **options))
 
 

@@ -34,7 +34,7 @@ from moe_jax.compression.coding.pruning import mean_shares
 from moe_jax.compression.coding.quantizer import nearest_codes, read_grid, stored
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.linear_maps import LinearMap, usual_codes
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, all_alike
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, all_alike, check_calibrated
 from moe_jax.compression.options.of_kernels import (
     HQQOptions,
     NF4Options,
@@ -143,11 +143,13 @@ class WithoutBase(Method):
     Attributes:
       feedback: see `write_experts`.
       levels: see `PlainQuantize`.
+      learnt_steps: see `write_experts`.
       coder: that of all kernels, for a method that has one of its own and looks at no inputs.
     """
 
     feedback: bool = True
     levels: Levels = "any"
+    learnt_steps: int | None = None
     origin: ClassVar[str | None] = NO_BASE
     coder: ClassVar[ExpertCoder | None] = None
 
@@ -176,6 +178,7 @@ class WithoutBase(Method):
             feedback=self.feedback,
             even=self.levels == "even",
             coder=self.coder,
+            learnt_steps=self.learnt_steps,
         )
         return measure.figures(choice=target.bank.form.describe())
 
@@ -207,6 +210,10 @@ class PlainQuantize(PlainQuantizeOptions, WithoutBase):
     """The method with the options `PlainQuantizeOptions`."""
 
     layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        if self.learnt_steps is not None:
+            check_calibrated(layers)
 
     @property
     def wanted(self) -> Wanted:

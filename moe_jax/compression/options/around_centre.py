@@ -13,6 +13,7 @@ from moe_jax.compression.options.in_common import (
     Of,
     OfCodes,
     OfLinearMaps,
+    Rounding,
     check_budget,
 )
 from moe_jax.core.code_options import (
@@ -96,6 +97,8 @@ class QuantizeOptions(AroundCentre, OfCodes, MethodOptions):
     scale_bits: int = 16
     zero_points: bool = False
     row_scales: bool = False
+    rounding: Rounding = "nearest"
+    rounding_steps: int | None = None
     centre_bits: Code | None = None
     centre_group_size: int | None = None
 
@@ -104,6 +107,7 @@ class QuantizeOptions(AroundCentre, OfCodes, MethodOptions):
         check_levels(self.levels, self.bits, zero_points=self.zero_points)
         if self.scale != "mse" and self.levels != "any":
             raise InputError(f"levels={self.levels} have scales of least squared error: leave scale={self.scale} out")
+        self.learnt_steps  # noqa: B018  (checks rounding)
         self.codes_options  # noqa: B018  (checks bits and group size)
         self.centre  # noqa: B018  (checks the codes of the centre)
 

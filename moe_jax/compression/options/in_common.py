@@ -5,7 +5,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from moe_jax.core.code_options import BITS, BaseCodesOptions, Code, ExpertCodesOptions, Levels
-from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.errors import InputError, check_member, check_positive
 
 if TYPE_CHECKING:  # it imports JAX
     from moe_jax.compression.methods.interface import Method
@@ -14,6 +14,9 @@ SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")
 """Solvers of the alignment of experts, see `compression.alignment.barycenter`."""
 Of = Literal["experts", "rest", "model"]
 """The parts of a model that a method compresses."""
+Rounding = Literal["nearest", "learnt"]
+ROUNDING_STEPS = 200
+"""How entries become codes; steps in which that is learnt."""
 IDENTITY = "identity"
 """A solver that leaves the neurons in the order in which they are: the centre is the average expert."""
 SHARES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5)
@@ -63,6 +66,9 @@ class OfCodes:
       zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
       row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
         by these or by those of its inputs (AWQ), whichever changes the outputs less.
+      rounding: `nearest`: every entry, or what feedback makes of it, has the nearest level; `learnt`: without feedback,
+        levels and factors of the scales are learnt on --calibrate by the error of an expert's outputs (AutoRound).
+      rounding_steps: of `learnt`, by default 200, as published.
     """
 
     bits: int
@@ -71,6 +77,25 @@ class OfCodes:
     scale_bits: int
     zero_points: bool
     row_scales: bool
+    rounding: Rounding = "nearest"
+    rounding_steps: int | None = None
+
+    @property
+    def learnt_steps(self) -> int | None:
+        """Steps in which the rounding is learnt; None: it is not. For a method that has these options.
+
+        Raises:
+          InputError: if they do not go together, or with others.
+        """
+        check_member("rounding", self.rounding, get_args(Rounding))
+        if self.rounding == "nearest":
+            if self.rounding_steps is not None:
+                raise InputError(f"rounding_steps={self.rounding_steps} goes with rounding=learnt")
+            return None
+        if self.row_scales or self.levels == "fitted":
+            raise InputError("rounding=learnt is for levels at equal distances: neither row_scales nor levels=fitted")
+        check_positive(self, "rounding_steps")
+        return self.rounding_steps or ROUNDING_STEPS
 
     @property
     def codes_options(self) -> dict[str, Any]:

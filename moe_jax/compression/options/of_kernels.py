@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal, get_args
 
-from moe_jax.compression.options.in_common import SHARES, MethodOptions, Of, OfCodes, OfLinearMaps
+from moe_jax.compression.options.in_common import SHARES, MethodOptions, Of, OfCodes, OfLinearMaps, Rounding
 from moe_jax.core.code_options import BITS, DEFAULT_GROUP_SIZE, ExpertCodesOptions, Levels, check_levels
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.core.form_options import (
@@ -80,12 +80,15 @@ class PlainQuantizeOptions(OfCodes, OfLinearMaps, MethodOptions):
     scale_bits: int = 16
     zero_points: bool = False
     row_scales: bool = False
+    rounding: Rounding = "nearest"
+    rounding_steps: int | None = None
     of: Of = "experts"
     rest_bits: int | None = None
     embedding_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_levels(self.levels, self.bits, zero_points=self.zero_points)
+        self.learnt_steps  # noqa: B018  (checks rounding)
         self.codes_options  # noqa: B018  (checks them)
         self.check_of()
 
