@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from moe_jax.compression.options.around_centre import (
     AllocateOptions,
+    BinaryOptions,
     D2MoEOptions,
     QuantizeOptions,
     ResMoEOptions,
@@ -61,6 +62,7 @@ METHOD_OPTIONS: dict[str, type[MethodOptions]] = {
     "ream": REAMOptions,
     "hc-smoe": HCSMoEOptions,
     "d2-moe": D2MoEOptions,
+    "binary": BinaryOptions,
     "hqq": HQQOptions,
     "nf4": NF4Options,
     "mobe": MoBEOptions,

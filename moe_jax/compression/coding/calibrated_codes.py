@@ -59,7 +59,7 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
     raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
 
 
-def _code_rows(
+def code_each_row(
     rows: Float[Array, "s o"],
     targets: Float[Array, "s o"],
     shares: Float[Array, "s s"],
@@ -140,7 +140,7 @@ def quantize_with_feedback(
         of_row = jax.tree.map(lambda scales: scales[0, 0], grid._replace(table=None))._replace(table=levels)
         within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
 
-        row_errors, codes = _code_rows(own, targets, within, lambda row: of_row, bits)
+        row_errors, codes = code_each_row(own, targets, within, lambda row: of_row, bits)
         return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), (codes, of_row._replace(table=None))
 
     starts = jnp.arange(0, rows + padding, size, dtype=jnp.int32)
@@ -219,7 +219,7 @@ def quantize_in_order(
         def grid_of_row(row: Array) -> Grid:
             return jax.tree.map(lambda scales: scales[start + row], of_rows)._replace(table=levels)
 
-        row_errors, codes = _code_rows(own, targets, within, grid_of_row, bits)
+        row_errors, codes = code_each_row(own, targets, within, grid_of_row, bits)
         return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), codes
 
     starts = jnp.arange(0, rows + more, _ROWS_AT_ONCE, dtype=jnp.int32)

@@ -113,6 +113,31 @@ class QuantizeOptions(AroundCentre, OfCodes, MethodOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BinaryOptions(AroundCentre, MethodOptions):
+    """Deltas of one bit over a mean in codes, both by inputs on --calibrate; scales of groups and of rows, refined.
+
+    Attributes:
+      group_size: entries along the input axis that share a scale.
+      scale_bits: of a scale of groups: 16, or 8, with a bfloat16 step for each row of groups; those of the mean, too.
+      centre_bits: of a code of the mean: 8, 4, 3 or 2, or `nf4`.
+      centre_group_size: of the mean's codes: entries along the input axis that share a scale, by default 128.
+    """
+
+    implementation: ClassVar[str] = "binary.Binary"
+    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("group_size", (128, 64))
+    needs_calibration: ClassVar[bool] = True
+
+    group_size: int = DEFAULT_GROUP_SIZE
+    scale_bits: int = 16
+    centre_bits: Code = "4"
+    centre_group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        ExpertCodesOptions(bits=1, group_size=self.group_size, scale_bits=self.scale_bits, row_scales=True)
+        self.centre  # noqa: B018  (checks the codes of the centre)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class D2MoEOptions(MethodOptions):
     """A mean of the experts, weighted by what they are given on --calibrate, and deltas of low rank.
 
