@@ -44,7 +44,7 @@ class Binary(NamedTuple):
     scales: Float[Array, "g o"]
 
     def numbers(self, group_size: int) -> Float[Array, "i o"]:
-        """What they stand for."""
+        """Returns the kernel that they stand for."""
         return self.rows[:, None] * repeat_over_rows(self.scales, len(self.rows), group_size) * self.signs
 
 

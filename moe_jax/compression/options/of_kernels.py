@@ -91,6 +91,8 @@ class PlainQuantizeOptions(OfCodes, OfLinearMaps, MethodOptions):
         self.learnt_steps  # noqa: B018  (checks rounding)
         self.codes_options  # noqa: B018  (checks them)
         self.check_of()
+        if self.rounding == "learnt" and self.of == "rest":
+            raise InputError("rounding=learnt is for experts: with of=rest there is nothing to learn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
