@@ -22,6 +22,7 @@ Jobs:
     compress                         a model on the disk, one layer at a time
     Report, LayerReport, LayerFigures
                                      figures of a model, of a layer, and of its matrices
+    Rest, MapAnalysis                the model outside its experts, as methods see it
     LinearMap, MapErrors, PartReport
                                      a linear map outside the experts, figures of some, and of those of a part
     Losses                           of the calibration text, before and after
@@ -39,6 +40,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.compression.calibration.calibration_rows import CalibrationRows as CalibrationRows
     from moe_jax.compression.calibration.calibration_rows import ScoredRow as ScoredRow
+    from moe_jax.compression.calibration.map_analysis import MapAnalysis as MapAnalysis
     from moe_jax.compression.calibration.recording import Calibration as Calibration
     from moe_jax.compression.calibration.recording import LayerCalibration as LayerCalibration
     from moe_jax.compression.calibration.recording import LayerRows as LayerRows
@@ -48,6 +50,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.method_sweep import sweep as sweep
     from moe_jax.compression.methods.interface import Base as Base
     from moe_jax.compression.methods.interface import Method as Method
+    from moe_jax.compression.methods.interface import Rest as Rest
     from moe_jax.compression.options.in_common import MethodOptions as MethodOptions
     from moe_jax.compression.report import LayerFigures as LayerFigures
     from moe_jax.compression.report import LayerReport as LayerReport

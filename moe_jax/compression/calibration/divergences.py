@@ -26,7 +26,7 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models.config import ModelConfig
 
 MOST_TOKENS = 2048
-"""Of a text; they are enough."""
+"""So many tokens of a text are enough."""
 # For the estimate of the time left: the predictions of a copy take about as many products as so many layers of SmolLM2.
 _PASSES_OF_PREDICTIONS = 6
 

@@ -36,7 +36,7 @@ Options = Mapping[str, Any]
 
 
 class MapAnalysis(NamedTuple):
-    """What was found, in the order of the maps.
+    """Errors and sensitivities of linear maps, in their order.
 
     Attributes:
       errors: of outputs, relative and squared, for all `BITS`.
