@@ -78,6 +78,7 @@ class InOrder:
         order = [_FIRST, *sorted(by_group.keys() - {_FIRST, _LAST}, key=int), _LAST]
         notes, losses = self.writer.notes(order), None
         coded: CodedPass | None = None
+        embedding: dict[str, np.ndarray] = {}  # in codes, which may be needed again for the head
         for number, group in enumerate(order):
             self.progress("compressing", number, len(order))
             known = group in notes and self.writer.done.issuperset(by_group[group])
@@ -87,8 +88,9 @@ class InOrder:
                 notes[group], made = self._write_group(group, by_group[group], coded)
                 self.writer.note(group, notes[group])
                 if self.begin_pass is not None:
-                    written = with_changes(self.source, self.config, made)
+                    written = with_changes(self.source, self.config, embedding | made)
                     if group == _FIRST:
+                        embedding = made
                         coded = self.begin_pass(written if made else None)
                     elif group == _LAST:
                         assert coded is not None
