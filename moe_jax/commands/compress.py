@@ -313,8 +313,11 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         stays = f"of the experts' bytes there stay: {shares} ({config.dtype} where there are no codes)"
         terminal.print(stays, markup=False)
     if report.losses is not None:
-        before, after = report.losses
-        terminal.print(f"the calibration text: {before:.4f} nats per token before, {after:.4f} now", markup=False)
+        before, after, divergence = report.losses
+        said = f"the calibration text: {before:.4f} nats per token before, {after:.4f} now; divergence {divergence:.4f}"
+        terminal.print(said, markup=False)
+    for number, (expected, measured) in enumerate(report.tried, 1):
+        terminal.print(f"plan {number}: divergence {measured:.4f}, expected {expected:.4f}", markup=False)
     terminal.print(f"wrote {out}", markup=False)
 
 

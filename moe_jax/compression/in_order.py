@@ -6,8 +6,8 @@ it give as they are stored now, and so makes up for some of their errors.
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from moe_jax.compression.source_layer import Write, check_weights
 from moe_jax.core.terminal import Progress
 from moe_jax.model_io.in_memory import with_changes
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.model_dir import ModelWriter
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import LinearCodes, ModelConfig
 from moe_jax.models.linear_codes import EMBED
@@ -33,6 +32,33 @@ _FIRST, _LAST = "embedding", "head"
 
 BeginPass = Callable[[ModelSource | None], CodedPass]
 """Begins the pass over the text, or continues it; given the model with its new embedding, if that is in codes."""
+
+
+class TakesLeaves(Protocol):
+    """The part of a `ModelWriter` that the work needs."""
+
+    @property
+    def done(self) -> frozenset[str]: ...
+    def notes(self, names: Iterable[str]) -> dict[str, Any]: ...
+    def note(self, name: str, data: Any) -> None: ...
+    def write(self, leaves: Mapping[str, np.ndarray]) -> None: ...
+
+
+class Nowhere(TakesLeaves):
+    """Takes leaves and keeps none, for work that is only to be measured."""
+
+    @property
+    def done(self) -> frozenset[str]:
+        return frozenset()
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        return {}
+
+    def note(self, name: str, data: Any) -> None:
+        del name, data
+
+    def write(self, leaves: Mapping[str, np.ndarray]) -> None:
+        del leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +77,7 @@ class InOrder:
       even, feedback: as `LeastError` and `LeastOutputError` have them.
       writer: of the model.
       progress: called after every layer.
+      doing: what it is told that is done.
       on_layer: called with every layer whose experts are done, its figures, and the bytes of its experts now.
     """
 
@@ -64,8 +91,9 @@ class InOrder:
     head_moment: Callable[[], np.ndarray]
     even: bool
     feedback: bool
-    writer: ModelWriter
+    writer: TakesLeaves
     progress: Progress
+    doing: str
     on_layer: Callable[[int, LayerFigures, int], None]
 
     def write(self) -> tuple[dict[int, LayerFigures], tuple[PartReport, ...], Losses | None]:
@@ -80,7 +108,7 @@ class InOrder:
         coded: CodedPass | None = None
         embedding: dict[str, np.ndarray] = {}  # in codes, which may be needed again for the head
         for number, group in enumerate(order):
-            self.progress("compressing", number, len(order))
+            self.progress(self.doing, number, len(order))
             known = group in notes and self.writer.done.issuperset(by_group[group])
             # A pass knows less than what is written if it was stopped between the two: the layer is made again.
             is_past = self.begin_pass is None or (coded is not None and group != _LAST and int(group) < coded.next)
@@ -100,7 +128,7 @@ class InOrder:
                         coded.finish_as(written)
             if group.isdigit() and int(group) in self.indices:
                 self.on_layer(int(group), LayerFigures.from_note(notes[group]["figures"]), notes[group]["nbytes"])
-        self.progress("compressing", len(order), len(order))
+        self.progress(self.doing, len(order), len(order))
         figures = {i: LayerFigures.from_note(notes[str(i)]["figures"]) for i in self.indices}
         parts: dict[str, MapErrors] = defaultdict(MapErrors)
         for note in notes.values():

@@ -257,10 +257,23 @@ class MapErrors:
 
 
 class Losses(NamedTuple):
-    """Negative log-likelihoods of the calibration text, nats per token: before and after."""
+    """Of the calibration text, nats per token.
+
+    Attributes:
+      before, after: negative log-likelihoods.
+      divergence: KL(p || q) of what the model predicts now from what it predicted.
+    """
 
     before: float
     after: float
+    divergence: float
+
+
+class TriedPlan(NamedTuple):
+    """A plan that was tried: the divergence that was expected, and the one that was measured; nats per token."""
+
+    expected: float
+    measured: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,6 +317,7 @@ class Report:
       layers: the layers whose experts were compressed.
       parts: linear maps outside the experts that were put in codes, by part of the model.
       losses: of the calibration text, where it was run through the layers as they were compressed; else None.
+      tried: plans that were tried before the best one was carried out.
       bytes_before, bytes_after: of all weights, on the disk if the model is there.
       calibration_tokens: number of tokens of every source of the calibration, by its name; None: there was none.
     """
@@ -311,6 +325,7 @@ class Report:
     layers: tuple[LayerReport, ...]
     parts: tuple[PartReport, ...] = ()
     losses: Losses | None = None
+    tried: tuple[TriedPlan, ...] = ()
     bytes_before: int
     bytes_after: int
     calibration_tokens: Mapping[str, int] | None = None
@@ -375,6 +390,7 @@ class Report:
             "warnings": list(self.warnings),
             **({} if not self.parts else {"parts": [dataclasses.asdict(part) for part in self.parts]}),
             **({} if self.losses is None else {"losses": self.losses._asdict()}),
+            **({} if not self.tried else {"tried": [one._asdict() for one in self.tried]}),
             "layers": [
                 {"layer": layer.layer, "base": layer.base, **dataclasses.asdict(layer)} for layer in self.layers
             ],

@@ -11,17 +11,19 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.coded_pass import begin_pass, moment_of_head
 from moe_jax.compression.calibration.expert_statistics import routed_by_source, routed_tokens
 from moe_jax.compression.calibration.map_analysis import analyse_maps
 from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration, LayerRows
 from moe_jax.compression.calibration.sensitivities import check_full_experts
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD
-from moe_jax.compression.in_order import InOrder
+from moe_jax.compression.in_order import InOrder, Nowhere, TakesLeaves
 from moe_jax.compression.linear_maps import LinearMap, check_maps, with_codes
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Rest, check_base
+from moe_jax.compression.measured_plans import MOST_TOKENS, best_plan
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Plan, Rest, check_base
 from moe_jax.compression.options.in_common import Of
-from moe_jax.compression.report import LayerFigures, LayerReport, Report
+from moe_jax.compression.report import LayerFigures, LayerReport, Report, TriedPlan
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import DoesNotFit
@@ -134,17 +136,15 @@ def compress(
                 how: Any = {"mesh": make_mesh({"data": -1}, jax.local_devices()), "progress": progress}
                 found = analyse_maps(source, maps, calibration.rows, place, method.codes_of_maps, **how)
             rest = dataclasses.replace(rest, analysis=found)
-        planned, codes = method.plan_model([open_layer(i) for i in indices], analyses, rest)
-        every = list(source.config.layers)
-        for i, moe in planned.items():
-            every[i] = dataclasses.replace(every[i], mlp=moe)
-        config = with_codes(dataclasses.replace(source.config, layers=tuple(every)), codes)
-        if shared:
-            check_equal({"what layers are to become": config_to_json(config)})
-        lineage = [*source.lineage, entry]
-        writer = open_writer(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage, resume=True)
+        make_plans = partial(method.plans, [open_layer(i) for i in indices], analyses, rest)
 
-        def compress_layer(i: int, write: Write, rows: LayerRows | None = None) -> LayerFigures:
+        def config_of(plan: Plan) -> ModelConfig:
+            layers = list(source.config.layers)
+            for i, moe in plan.banks.items():
+                layers[i] = dataclasses.replace(layers[i], mlp=moe)
+            return with_codes(dataclasses.replace(source.config, layers=tuple(layers)), plan.codes)
+
+        def compress_layer(config: ModelConfig, i: int, write: Write, rows: LayerRows | None = None) -> LayerFigures:
             layer = open_layer(i)
             if rows is not None:
                 layer.give(rows)
@@ -158,30 +158,55 @@ def compress(
             by_source = None if calibration is None else routed_by_source(layer, calibration.sources)
             return dataclasses.replace(figures, expert_tokens=routed_tokens(layer), expert_tokens_by_source=by_source)
 
+        def in_order(plan: Plan, rows: CalibrationRows | None, place: Path, writer: TakesLeaves) -> InOrder:
+            how: Any = {"rows": rows, "folder": place, "mesh": make_mesh({"data": -1}, jax.local_devices())}
+            return InOrder(
+                source=source,
+                config=config_of(plan),
+                indices=indices,
+                compress_layer=partial(compress_layer, config_of(plan)),
+                maps=[one for one in maps if one.path in plan.codes],
+                codes=plan.codes,
+                begin_pass=None if rows is None else partial(begin_pass, source, **how),
+                head_moment=partial(moment_of_head, source, **how),
+                even=getattr(method, "levels", "any") == "even",
+                feedback=getattr(method, "feedback", True),
+                writer=writer,
+                progress=progress,
+                doing="trying a plan" if isinstance(writer, Nowhere) else "compressing",
+                on_layer=(lambda layer, figures, nbytes: None) if isinstance(writer, Nowhere) else on_layer,
+            )
+
+        tried: tuple[TriedPlan, ...] = ()
+        if method.tried_plans > 1:
+            rows = _rows_to_try(calibration)
+
+            def measure(plan: Plan) -> float:
+                with tempfile.TemporaryDirectory(prefix="moe_jax_plan_") as folder:
+                    losses = in_order(plan, rows, Path(folder), Nowhere()).write()[2]
+                assert losses is not None
+                return losses.divergence
+
+            kept = None if store is None else store.folder / "plans.json"
+            plan, every = best_plan(lambda factors: make_plans(factors=factors), measure, method.tried_plans, kept=kept)
+            tried = tuple(TriedPlan(one.expected, one.measured) for one in every)
+        else:
+            plan = make_plans()[0]
+        config = config_of(plan)
+        if shared:
+            check_equal({"what layers are to become": config_to_json(config)})
+        lineage = [*source.lineage, entry]
+        writer = open_writer(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage, resume=True)
+
         parts, losses = (), None
         with writer:
             if maps:
                 with _place_of_pass(store, "pass") as place:
-                    given = None if calibration is None else calibration.rows
-                    how: Any = {"rows": given, "folder": place, "mesh": make_mesh({"data": -1}, jax.local_devices())}
-                    work = InOrder(
-                        source=source,
-                        config=config,
-                        indices=indices,
-                        compress_layer=compress_layer,
-                        maps=[one for one in maps if one.path in codes],
-                        codes=codes,
-                        begin_pass=None if given is None else partial(begin_pass, source, **how),
-                        head_moment=partial(moment_of_head, source, **how),
-                        even=getattr(method, "levels", "any") == "even",
-                        feedback=getattr(method, "feedback", True),
-                        writer=writer,
-                        progress=progress,
-                        on_layer=on_layer,
-                    )
-                    figures, parts, losses = work.write()
+                    rows = None if calibration is None else calibration.rows
+                    figures, parts, losses = in_order(plan, rows, place, writer).write()
             else:
-                figures = _write(source, config, indices, compress_layer, writer, progress, on_layer, shared=shared)
+                made = partial(compress_layer, config)
+                figures = _write(source, config, indices, made, writer, progress, on_layer, shared=shared)
             written = writer.read_back()
             stored = (source.specs(), source.stored_bytes), (written.specs, written.stored_bytes)
             before, after = decided(lambda: [_sizes(*one, indices) for one in stored])
@@ -199,6 +224,7 @@ def compress(
                 layers=tuple(reports),
                 parts=parts,
                 losses=losses,
+                tried=tried,
                 bytes_before=before[-1],
                 bytes_after=after[-1],
                 calibration_tokens=(None if calibration is None else dict(calibration.sources)) or None,
@@ -364,6 +390,16 @@ def _place_of_pass(store: AnalysisStore | None, name: str) -> Iterator[Path]:
         place = Path(folder) if store is None else store.folder / name
         place.mkdir(exist_ok=True)
         yield place
+
+
+def _rows_to_try(calibration: Calibration | None) -> CalibrationRows:
+    """Returns the rows on which plans are tried; raises `InputError` if there are none, or several processes."""
+    if calibration is None or calibration.rows is None:
+        raise InputError("--tries: plans are measured on a text; give one with --calibrate TEXT")
+    if jax.process_count() > 1:
+        raise InputError("--tries: plans are measured in one process")
+    rows = calibration.rows
+    return rows.first(max(1, MOST_TOKENS // rows.length))
 
 
 def _rest(source: ModelSource, maps: Sequence[LinearMap], indices: Sequence[int]) -> Rest:

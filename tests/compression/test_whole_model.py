@@ -164,6 +164,18 @@ def test_a_budget_for_the_whole_model_is_kept_and_used_where_it_counts(models, t
     assert errors[1] < errors[0]
 
 
+def test_the_best_measured_plan_is_taken(models, text, tmp_path, out_of):
+    how = ("--method", "allocate", "--of", "model", "--group-size", "8", "--tries", "2")
+    how += ("--target-bytes", str(int(size_of(models["one"]) * 0.6)), *by_text(text, 4))
+    said = out_of("compress", models["one"], tmp_path / "out", *how)
+    report = moe_jax.load(tmp_path / "out").lineage[-1]["measured"]
+    assert len(report["tried"]) >= 2
+    measured = [float(one) for one in re.findall(r"plan \d: divergence (\d\.\d+)", said)]
+    assert measured == [pytest.approx(one["measured"], abs=1e-4) for one in report["tried"]]
+    # All rows of so short a text were tried, with what the taken plan is made of.
+    assert report["losses"]["divergence"] == pytest.approx(min(one["measured"] for one in report["tried"]), rel=1e-3)
+
+
 def test_bad_input(models, text, failing, tmp_path):
     out = tmp_path / "none"
     model = models["moe"]

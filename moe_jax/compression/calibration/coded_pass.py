@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moe_jax.checks.streamed_layers import apply_final_norm, head_leaves, text_loss
+from moe_jax.checks.streamed_layers import apply_final_norm, head_leaves, output_logits, text_loss
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
 from moe_jax.compression.calibration.expert_statistics import moments, squares, tokens_per_expert, total_weights
@@ -207,11 +207,29 @@ class CodedPass:
             _CODED, self._source.config, whole | dict(decoded)
         )
 
-    def losses_of(self, written: ModelSource) -> tuple[float, float]:
-        """Returns `losses`, given a model with the head as it is stored now."""
-        leaves = {path: written.read(path) for path in head_leaves(written.config, written.specs())}
-        before = self._loss(_WHOLE, self._source.config, self._last_leaves())
-        return before, self._loss(_CODED, written.config, leaves)
+    def losses_of(self, written: ModelSource) -> tuple[float, float, float]:
+        """Returns `losses`, given a model with the head as it is stored now, and KL(p || q) of what the two predict."""
+        config, now = self._source.config, written.config
+        leaves = {path: written.read(path) for path in head_leaves(now, written.specs())}
+
+        @jax.jit
+        def of_window(whole: Any, coded: Any, x: Array, y: Array, rows: tuple[Array, Array, Array]) -> Array:
+            targets, weights, counted = rows
+            p, q = (
+                jax.nn.log_softmax(output_logits(one, own, states[None])[0].astype(jnp.float32))
+                for one, own, states in ((config, whole, x), (now, coded, y))
+            )
+            likely = [-jnp.take_along_axis(told, targets[:, None], 1)[:, 0] @ weights for told in (p, q)]
+            return jnp.stack([*likely, jnp.sum(jnp.sum(jnp.exp(p) * (p - q), axis=1), where=counted)])
+
+        whole, coded = (jax.tree.map(jnp.asarray, own) for own in (self._last_leaves(), leaves))
+        total, states, rows = np.zeros(3), self._states(self.next), self._rows
+        for n in range(len(rows)):
+            own = rows.targets[n], rows.weights[n], rows.predicting[n]
+            total += np.asarray(of_window(whole, coded, *(np.asarray(one[n]) for one in states), own), np.float64)
+        scored, counted = max(float(rows.weights.sum()), 1.0), max(float(rows.predicting.sum()), 1.0)
+        before, after, divergence = (total / [scored, scored, counted]).tolist()
+        return before, after, max(divergence, 0.0)
 
     def _loss(self, model: int, config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> float:
         @jax.jit

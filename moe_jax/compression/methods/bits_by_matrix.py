@@ -39,7 +39,16 @@ from moe_jax.compression.methods.choices import (
     together,
     without_worse,
 )
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Rest, Tick, check_calibrated
+from moe_jax.compression.methods.interface import (
+    EXPERTS,
+    Analysis,
+    Base,
+    Method,
+    Plan,
+    Rest,
+    Tick,
+    check_calibrated,
+)
 from moe_jax.compression.methods.resmoe import aligned
 from moe_jax.compression.options.around_centre import AllocateOptions
 from moe_jax.compression.report import BARYCENTER, LayerFigures
@@ -50,31 +59,33 @@ from moe_jax.core.formatting import count_bytes
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
 from moe_jax.experts.forms.coding import Layout, own_of
-from moe_jax.models import LinearCodes, MoEConfig
+from moe_jax.models import MoEConfig
 
 
 def _error(chosen: Mapping[int, Candidate]) -> float:
     return sum(candidate.error for candidate in chosen.values())
 
 
-def never_worse(
+def ways(
     candidates: Mapping[int, Sequence[Candidate]],
     alike: Mapping[int, Sequence[Candidate]],
     room: int,
     of_maps: Mapping[int, Sequence[Candidate]] = MappingProxyType({}),
-) -> dict[int, Candidate]:
-    """Returns the best that `allocate` gives layers in so many bytes: as they are, with matrices alike, or all alike.
+) -> list[dict[int, Candidate]]:
+    """Returns what can be chosen in so many bytes: what `allocate` gives layers as they are, and with matrices alike.
+
+    And every choice that is the same everywhere, if there is room for it: the best of all is never worse than those.
 
     `alike` are those with the same choice for all matrices of a layer, in the same order of choices in all layers.
     Linear maps have their own choices, in the same order in all of them, under keys that are no layers'.
     """
-    ways = [allocate({**some, **of_maps}, room) for some in (candidates, alike)]
+    found = [allocate({**some, **of_maps}, room) for some in (candidates, alike)]
     of_layers = [dict(zip(alike, same, strict=True)) for same in zip(*alike.values(), strict=True)] or [{}]
     of_rest = [dict(zip(of_maps, same, strict=True)) for same in zip(*of_maps.values(), strict=True)] or [{}]
     for same in ({**one, **other} for one in of_layers for other in of_rest):
         if sum(candidate.nbytes for candidate in same.values()) <= room:
-            ways.append(same)
-    return min(ways, key=_error)
+            found.append(same)
+    return found
 
 
 def map_candidates(rest: Rest, analysis: MapAnalysis, options: Mapping[str, Any]) -> dict[int, list[Candidate]]:
@@ -194,50 +205,61 @@ class Allocate(AllocateOptions, Method):
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """With all formats of codes, or with the first alone, whichever is better."""
-        return self._planned(layers, analyses, {}, self._budget.nbytes(layers))[0]
+        best = self._ways(layers, analyses, {}, self._budget.nbytes(layers), 1.0)[0]
+        return self._banks(layers, best)
 
-    def plan_model(
-        self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis], rest: Rest
-    ) -> tuple[dict[int, MoEConfig], dict[str, LinearCodes]]:
-        if not rest.maps:
-            return self.plan(layers, analyses), {}
-        assert rest.analysis is not None
-        of_maps = map_candidates(rest, rest.analysis, self.codes_of_maps)
-        banks, chosen = self._planned(layers, analyses, of_maps, self._room(rest))
-        codes = (chosen[key].choice for key in of_maps)
-        return banks, {one.path: own for one, own in zip(rest.maps, codes, strict=True) if own is not None}
+    def plans(
+        self,
+        layers: Sequence[SourceLayer],
+        analyses: Mapping[int, Analysis],
+        rest: Rest,
+        factors: Mapping[str, float] = MappingProxyType({}),
+    ) -> list[Plan]:
+        of_maps, room = {}, self._budget.nbytes(layers) if not rest.maps else self._room(rest)
+        if rest.maps:
+            assert rest.analysis is not None
+            by_map = [factors.get(one.part, 1.0) for one in rest.maps]
+            analysis = rest.analysis._replace(sensitivities=rest.analysis.sensitivities * np.array(by_map))
+            of_maps = map_candidates(rest, analysis, self.codes_of_maps)
+        found = []
+        for chosen in self._ways(layers, analyses, of_maps, room, factors.get(EXPERTS, 1.0)):
+            expected: dict[str, float] = {}
+            for key, candidate in chosen.items():
+                part = EXPERTS if key >= 0 else rest.maps[-1 - key].part
+                expected[part] = expected.get(part, 0.0) + candidate.error
+            codes = {rest.maps[-1 - key].path: chosen[key].choice for key in of_maps if chosen[key].choice is not None}
+            found.append(Plan(banks=self._banks(layers, chosen), codes=codes, expected=expected))
+        return found
 
-    def _planned(
+    def _banks(self, layers: Sequence[SourceLayer], chosen: Mapping[int, Candidate]) -> dict[int, MoEConfig]:
+        return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
+
+    def _ways(
         self,
         layers: Sequence[SourceLayer],
         analyses: Mapping[int, Analysis],
         of_maps: Mapping[int, Sequence[Candidate]],
         room: int,
-    ) -> tuple[dict[int, MoEConfig], dict[int, Candidate]]:
-        """Returns the new config of every layer, and all that was chosen."""
-        divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
-        tried = dict.fromkeys((self._formats, self._formats[:1]))
-        chosen = min((self._chosen(layers, divergences, formats, of_maps, room) for formats in tried), key=_error)
-        return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}, chosen
+        factor: float,
+    ) -> list[dict[int, Candidate]]:
+        """Returns choices for all layers and linear maps, the best expected ones first, and none of them twice.
 
-    def _chosen(
-        self,
-        layers: Sequence[SourceLayer],
-        divergences: Mapping[int, Float[np.ndarray, "m E c"]],
-        formats: Sequence[tuple[str, ...]],
-        of_maps: Mapping[int, Sequence[Candidate]],
-        room: int,
-    ) -> dict[int, Candidate]:
-        """The choice for every layer, by index, if codes have one of some formats; and for linear maps."""
-        candidates, alike, in_parts = {}, {}, {}
-        for layer in layers:
-            errors = divergences[layer.index]
-            by_matrix = self._by_matrix(layer, errors.sum(axis=1), formats)
-            candidates[layer.index], alike[layer.index] = best_of_one_format(by_matrix), _alike(by_matrix)
-            if self.experts == "own":
-                in_parts[layer.index] = self._in_parts(layer, by_matrix, candidates[layer.index], errors)
-        chosen = never_worse(candidates, alike, room, of_maps)
-        return min(chosen, never_worse(in_parts, alike, room, of_maps), key=_error) if in_parts else chosen
+        Codes have any of the formats, or the first alone; experts are alike, or where that is asked for in parts.
+        """
+        divergences = {layer.index: factor * self._divergences(layer, analyses[layer.index]) for layer in layers}
+        found: list[dict[int, Candidate]] = []
+        for formats in dict.fromkeys((self._formats, self._formats[:1])):
+            candidates, alike, in_parts = {}, {}, {}
+            for layer in layers:
+                errors = divergences[layer.index]
+                by_matrix = self._by_matrix(layer, errors.sum(axis=1), formats)
+                candidates[layer.index], alike[layer.index] = best_of_one_format(by_matrix), _alike(by_matrix)
+                if self.experts == "own":
+                    in_parts[layer.index] = self._in_parts(layer, by_matrix, candidates[layer.index], errors)
+            found += ways(candidates, alike, room, of_maps)
+            found += ways(in_parts, alike, room, of_maps) if in_parts else []
+        different = {str([candidate.choice for candidate in chosen.values()]): chosen for chosen in reversed(found)}
+        return sorted(reversed(different.values()), key=_error)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -25,6 +26,24 @@ Analysis = Mapping[str, np.ndarray]
 """Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
 
 Tick = Callable[[float], None]
+
+EXPERTS = "experts"
+"""The name of a part of a model beside those of linear maps (`linear_maps.Part`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a model becomes.
+
+    Attributes:
+      banks: the new config of every layer whose experts are compressed, by index.
+      codes: of linear maps, by their paths; the others stay whole.
+      expected: the divergence of the model's predictions that is expected of every part, nats per token; may be empty.
+    """
+
+    banks: Mapping[int, MoEConfig]
+    codes: Mapping[str, LinearCodes]
+    expected: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,11 +139,24 @@ class Method(MethodOptions, abc.ABC):
         """Options of the codes of linear maps beside their bits, if an analysis chooses these; None: none does."""
         return None
 
-    def plan_model(
-        self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis], rest: Rest
-    ) -> tuple[dict[int, MoEConfig], dict[str, LinearCodes]]:
-        """Returns what `plan` and `linear_codes` return; for a method that chooses both together."""
-        return self.plan(layers, analyses), self.linear_codes(rest.maps)
+    def plans(
+        self,
+        layers: Sequence[SourceLayer],
+        analyses: Mapping[int, Analysis],
+        rest: Rest,
+        factors: Mapping[str, float] = MappingProxyType({}),
+    ) -> list[Plan]:
+        """Returns what `plan` and `linear_codes` return, or several such plans, the best expected one first.
+
+        `factors`: by part of the model, how much more than expected its divergences are.
+        """
+        del factors
+        return [Plan(banks=self.plan(layers, analyses), codes=self.linear_codes(rest.maps))]
+
+    @property
+    def tried_plans(self) -> int:
+        """The most plans that are carried out on a few rows and measured before one is taken; 1: none is."""
+        return getattr(self, "tries", 1)
 
     def check_model(self, layers: Sequence[SourceLayer], rest: Rest) -> None:
         """Raises `InputError` if the options do not go with the model as a whole; as `check`, before any analysis."""

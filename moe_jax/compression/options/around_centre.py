@@ -301,6 +301,8 @@ class AllocateOptions(OfCodes, OfLinearMaps, MethodOptions):
         of their own.
       experts_multiple: the number of experts in every part is a multiple of it: for a mesh, the size of its axis
         `expert`. A part that this does not divide is on every device.
+      tries: plans that are carried out on some rows of the text and measured, one more after what they say of the parts
+        of the model; the best one is taken. 1: the best expected plan is taken without trying.
     """
 
     implementation: ClassVar[str] = "bits_by_matrix.Allocate"
@@ -318,10 +320,11 @@ class AllocateOptions(OfCodes, OfLinearMaps, MethodOptions):
     experts: Literal["alike", "own"] = "alike"
     experts_multiple: int = 1
     of: Of = "experts"
+    tries: int = 1
 
     def __post_init__(self) -> None:
         check_member("experts", self.experts, ("alike", "own"))
-        check_positive(self, "experts_multiple")
+        check_positive(self, "experts_multiple", "tries")
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
         check_member("levels", self.levels, ("any", "fitted"))
         check_levels(self.levels, min(TABLE_BITS), zero_points=self.zero_points)
