@@ -236,6 +236,22 @@ def test_a_recording_of_other_weights_is_another(models, text, tmp_path):
 
 
 @long
+@pytest.mark.parametrize("of", ["rest", "model"])
+def test_a_model_in_codes_takes_the_same_sources(models, text, tmp_path, of):
+    """Without experts, too, whose inputs nobody then records."""
+    given = {"calibrate": {text: 2, "self": 1, "built-in": 1}, "calibration_dir": tmp_path / "kept"}
+    small = moe_jax.compress(
+        models["dense" if of == "rest" else "one"], **QUANTIZE, of=of, **given, samples=8, seq_len=24
+    )
+    entry = small.lineage[-1]
+    assert list(entry["measured"]["calibration_tokens"]) == [str(text), "self", "built-in"]
+    assert len(entry["options"]["recording"]) == 16 and len(entry["options"]["calibrate"]) == 3
+    assert len(list((tmp_path / "kept").glob("self-*"))) == 1
+    with pytest.raises(InputError, match="--save-imatrix keeps"):
+        moe_jax.compress(models["dense"], **QUANTIZE, of="rest", **given, save_imatrix=tmp_path / "kept.gguf")
+
+
+@long
 def test_export_takes_the_same_sources(models, text, tmp_path):
     out = moe_jax.export(
         models["one"],
