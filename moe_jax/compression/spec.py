@@ -263,8 +263,8 @@ class CompressSpec(Spec):
                 "--imatrix goes neither with --extended, for its file says nothing of that FFN, nor with --calibrate, "
                 "which says more"
             )
-        if self.imatrix is not None and self.rotate:
-            raise InputError("--imatrix does not go with --rotate: its file knows the inputs as they are without it")
+        if self.rotate and (self.imatrix is not None or self.save_imatrix is not None):
+            raise InputError("an imatrix does not go with --rotate: it knows the inputs as they are without it")
         if self.calibration_seed is not None and self.calibration_seed < 0:
             raise InputError(f"calibration_seed={self.calibration_seed} must not be negative")
         if self.seq_len is not None:

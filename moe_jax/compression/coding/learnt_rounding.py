@@ -1,9 +1,10 @@
 """Codes of an expert whose rounding is learnt (AutoRound: Cheng et al., 2023, arXiv 2309.05516; methods.md 4).
 
-A code is `clip(round(w / (2 s) + z + v))`: w is an entry, s half the step and z the zero point of its group. Learnt are
-the offset v of every entry, in [-1/2, 1/2], and a factor of the scale of every group, in [1/2, 3/2]. Both move by
-signed gradient descent, so many steps at a rate that falls on a line to 0. Through the rounding goes a gradient as if
-it were not there. The best of what is looked at every `LOOKED_AT` steps stays.
+A code is `clip(round(w / (2 s) + z + v))`: w is an entry, s half the step of its group, times the scale of its row if
+there is one, and z the zero point. Learnt are the offset v of every entry, in [-1/2, 1/2], and a factor of the scale of
+every group, in [1/2, 3/2]. Both move by signed gradient descent, so many steps at a rate that falls on a line to 0.
+Through the rounding goes a gradient as if it were not there. The best of what is looked at every `LOOKED_AT` steps
+stays.
 
 What becomes small is the squared error of the outputs of one expert, over its tokens of a calibration text, each with
 the weight that it has in second moments (`calibration.expert_statistics`): that of the router, squared.
@@ -32,7 +33,7 @@ from moe_jax.compression.calibration.expert_statistics import WeightedTokens
 from moe_jax.compression.coding.quantizer import stored
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.coding import Encoded
-from moe_jax.functional.codes import Grid, repeat_over_rows, scale_leaves, scales_of, zeros_of
+from moe_jax.functional.codes import SCALE_DTYPE, Grid, repeat_over_rows, scale_leaves, scales_of, zeros_of
 from moe_jax.functional.dense import ffn
 
 LOOKED_AT = 50
@@ -48,12 +49,14 @@ class Start(NamedTuple):
       scales: of the groups, or one for all entries, as they are read.
       zeros: their zero points; None: the sign of a scale says which grid a group is on.
       base: the kernel, float32, that the codes are added to; None: there is none.
+      rows: scales of the rows; None: there are none.
     """
 
     values: Float[Array, "i o"]
     scales: Float[Array, "g s"]
     zeros: Float[Array, "g s"] | None = None
     base: Float[Array, "i o"] | None = None
+    rows: Float[Array, "i 1"] | None = None
 
 
 class Rounding(NamedTuple):
@@ -77,10 +80,11 @@ def start_of(
     form: Quantized,
     base: Float[np.ndarray, "i o"] | None,
 ) -> Start:
-    """Returns where the learning of a kernel begins, given its leaves in a form without table and row scales."""
+    """Returns where the learning of a kernel begins, given its leaves in a form without table."""
     own = {name: jnp.asarray(leaf) for name, leaf in leaves.items()}
     zeros = zeros_of(own["zeros"], form.bits) if form.zero_points else None
-    return Start(jnp.asarray(values), scales_of(own), zeros, None if base is None else jnp.asarray(base))
+    rows = own["row_scales"].astype(jnp.float32) if form.row_scales else None
+    return Start(jnp.asarray(values), scales_of(own), zeros, None if base is None else jnp.asarray(base), rows)
 
 
 def fresh(start: Start) -> Rounding:
@@ -96,7 +100,8 @@ def grid_and_codes(start: Start, rounding: Rounding, form: Quantized) -> tuple[G
     if zeros is None:  # of the odd numbers, or the even ones
         zeros = (top + (scales < 0).astype(jnp.float32)) / 2
     every, middles = (repeat_over_rows(one, len(start.values), form.group_size) for one in (scales, zeros))
-    steps = jnp.where(every == 0, 0, start.values / jnp.where(every == 0, 1, 2 * every))
+    values = start.values if start.rows is None else start.values / start.rows
+    steps = jnp.where(every == 0, 0, values / jnp.where(every == 0, 1, 2 * every))
     codes = _passing(jnp.clip(steps + middles + rounding.offsets, 0, top), lambda x: jnp.floor(x + 0.5))
     return Grid(scales, None, start.zeros), codes
 
@@ -105,7 +110,7 @@ def rounded(start: Start, rounding: Rounding, form: Quantized) -> Float[Array, "
     """The kernel that codes stand for, with its base."""
     grid, codes = grid_and_codes(start, rounding, form)
     of_rows = jax.tree.map(lambda one: repeat_over_rows(one, len(codes), form.group_size), grid)
-    numbers = of_rows.numbers(codes, form.bits)
+    numbers = of_rows.numbers(codes, form.bits) * (1 if start.rows is None else start.rows)
     return numbers if start.base is None else start.base + numbers
 
 
@@ -212,7 +217,10 @@ def _moved(
 def _encoded(start: Start, rounding: Rounding, form: Quantized) -> Encoded:
     grid, codes = grid_and_codes(start, rounding, form)
     by_group = jax.tree.map(lambda one: one[:, None, :], grid)
-    return stored(codes[None], by_group, len(codes), form.bits, form.group_size, form.scale_bits)
+    made = stored(codes[None], by_group, len(codes), form.bits, form.group_size, form.scale_bits)
+    if start.rows is None:
+        return made
+    return Encoded({**made.leaves, "row_scales": start.rows.astype(SCALE_DTYPE)}, made.approximation * start.rows)
 
 
 def _passing(x: Float[Array, "*s"], function: Callable[[Array], Array]) -> Float[Array, "*s"]:

@@ -92,8 +92,8 @@ class OfCodes:
             if self.rounding_steps is not None:
                 raise InputError(f"rounding_steps={self.rounding_steps} goes with rounding=learnt")
             return None
-        if self.row_scales or self.levels == "fitted":
-            raise InputError("rounding=learnt is for levels at equal distances: neither row_scales nor levels=fitted")
+        if self.levels == "fitted":
+            raise InputError("rounding=learnt is for levels at equal distances, and levels=fitted have others")
         check_positive(self, "rounding_steps")
         return self.rounding_steps or ROUNDING_STEPS
 
