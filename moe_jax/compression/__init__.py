@@ -23,6 +23,7 @@ Jobs:
     Report, LayerReport, LayerFigures
                                      figures of a model, of a layer, and of its matrices
     Rest, MapAnalysis                the model outside its experts, as methods see it
+    Plan, TriedPlan                  the next form of a model, and a plan that was tried
     LinearMap, MapErrors, PartReport
                                      a linear map outside the experts, figures of some, and of those of a part
     Losses                           of the calibration text, before and after
@@ -50,6 +51,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.method_sweep import sweep as sweep
     from moe_jax.compression.methods.interface import Base as Base
     from moe_jax.compression.methods.interface import Method as Method
+    from moe_jax.compression.methods.interface import Plan as Plan
     from moe_jax.compression.methods.interface import Rest as Rest
     from moe_jax.compression.options.in_common import MethodOptions as MethodOptions
     from moe_jax.compression.report import LayerFigures as LayerFigures
@@ -60,6 +62,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.report import Point as Point
     from moe_jax.compression.report import Report as Report
     from moe_jax.compression.report import Sweep as Sweep
+    from moe_jax.compression.report import TriedPlan as TriedPlan
     from moe_jax.compression.source_layer import SourceLayer as SourceLayer
     from moe_jax.compression.spec import METHODS as METHODS
     from moe_jax.compression.spec import make_method as make_method

@@ -257,7 +257,7 @@ class MapErrors:
 
 
 class Losses(NamedTuple):
-    """Of the calibration text, nats per token.
+    """Losses of the calibration text, nats per token.
 
     Attributes:
       before, after: negative log-likelihoods.

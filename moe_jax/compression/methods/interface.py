@@ -33,7 +33,7 @@ EXPERTS = "experts"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a model becomes.
+    """The next form of a model.
 
     Attributes:
       banks: the new config of every layer whose experts are compressed, by index.
