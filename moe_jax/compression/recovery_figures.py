@@ -1,4 +1,4 @@
-"""What was won back after a compression."""
+"""Figures of a recovery: how much was won back after a compression."""
 
 import dataclasses
 

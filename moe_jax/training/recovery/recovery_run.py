@@ -83,7 +83,7 @@ class Scores(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """What was won, and the leaves that differ from the compressed model's, by path; none if nothing was won."""
+    """The figures of a recovery, and the leaves that it changed, by path; none if nothing was won."""
 
     report: Recovery
     leaves: dict[str, np.ndarray]
@@ -259,14 +259,14 @@ class _Run:
             if not math.isfinite(divergence):
                 break
             steps += 1
-            kept.tokens += int(metrics.scored)
+            kept = dataclasses.replace(kept, tokens=kept.tokens + int(metrics.scored))
             if _is_scored_after(steps):
-                self._score(kept, state, steps)
+                kept = self._scored(kept, state, steps)
                 scored = steps
                 if checkpoints is not None:
                     kept.write(checkpoints, state, clock.seconds)
         if steps > scored:
-            self._score(kept, state, steps)
+            kept = self._scored(kept, state, steps)
             if checkpoints is not None:  # for the model may take long to write
                 kept.write(checkpoints, state, clock.seconds)
         clock.show(progress, steps)
@@ -297,11 +297,14 @@ class _Run:
         state = first_state(self._program, self._params)
         return _Kept(state=state, best=best, before=before, after=before, scoring_seconds=seconds)
 
-    def _score(self, kept: "_Kept", state: TrainState, steps: int) -> None:
+    def _scored(self, kept: "_Kept", state: TrainState, steps: int) -> "_Kept":
+        """Scores the average of a state, and keeps it if it is the best."""
         params = self._as_stored(averaged_params(state, True))
-        found, kept.scoring_seconds = self._scores(params)
-        if found.are_finite and found.divergence < kept.after.divergence - _LEAST_WON:
-            kept.best, kept.after, kept.best_step = params, found, steps
+        found, seconds = self._scores(params)
+        kept = dataclasses.replace(kept, scoring_seconds=seconds)
+        if not (found.are_finite and found.divergence < kept.after.divergence - _LEAST_WON):
+            return kept
+        return dataclasses.replace(kept, best=params, after=found, best_step=steps)
 
     def _scores(self, params: nnx.State) -> tuple[Scores, float]:
         """Returns the scores of parameters on the held-out rows, and the seconds that scoring takes once compiled."""
@@ -328,12 +331,12 @@ class _Run:
         return place({name: array[rows] for name, array in batch.items()}, rows, mesh, self._size)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kept:
     """The state of a run between two steps, which checkpoints hold.
 
     Attributes:
-      state: of the training step.
+      state: of the training step, as the run began with it.
       best: the parameters with the lowest divergence so far.
       before, after: scores of the compressed model, and of the best.
       best_step: the step of the best; 0: the compressed model.
