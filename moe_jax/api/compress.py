@@ -26,7 +26,7 @@ from moe_jax.api.model import (
     work_bars,
 )
 from moe_jax.api.read_calibration import Place, calibration_folder, read_rows
-from moe_jax.compression import Method, Score, Sweep
+from moe_jax.compression import Method, Report, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
 from moe_jax.compression.calibration.recording import (
@@ -55,7 +55,7 @@ from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import check_seq_len
 from moe_jax.files.staging import check_target, lock_directory
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.in_memory import CastSource
+from moe_jax.model_io.in_memory import CastSource, Destination
 from moe_jax.model_io.model_source import ModelLike, ModelSource
 
 P = ParamSpec("P")
@@ -91,11 +91,26 @@ def compress_model(
     """Does what `compress` does; `on_layer` is called with every layer that is done."""
     name, method = spec.named_method()
     target = destination(out)
+    recovering = None
+    if spec.recovers:
+        from moe_jax.api.recover import Recovering  # with Optax and Grain, which compression alone does without
+
+        recovering = Recovering(model, spec, target)
     source, shared, described = _opened(model, spec, [method])
     described |= {"method": name, **dataclasses.asdict(method)}
     calibration: Calibration | None = shared["calibration"]
     with work_bars() as progress:
-        report = _compress(source, target, method, described=described, progress=progress, on_layer=on_layer, **shared)
+
+        def make(target: Destination) -> Report:
+            how = {"described": described, "progress": progress, "on_layer": on_layer}
+            return _compress(source, target, method, **how, **shared)
+
+        if recovering is None:
+            report = make(target)
+        else:
+            assert calibration is not None
+            read = [source, *([] if shared["base"] is None else [shared["base"]]), *calibration.files]
+            report = recovering.run(make, described=described, sources=read, on_layer=on_layer, progress=progress)
     if spec.save_imatrix is not None and calibration is not None:
         first_decides(partial(_save_imatrix, spec.save_imatrix, source, calibration))
     return result(target, model, report)

@@ -53,6 +53,7 @@ def read_rows(
     *,
     seq_len: int,
     samples: int | None,
+    most: int = DEFAULT_SAMPLES,
     seed: int,
     image_folder: str | os.PathLike[str] | None = None,
     place: Place | None = None,
@@ -64,7 +65,8 @@ def read_rows(
       source: the model.
       given: the sources, see `weighted_sources`.
       seq_len: most tokens of a row.
-      samples: number of rows of all sources together, of which each gives its share; None: 128, or what they have.
+      samples: number of rows of all sources together, of which each gives its share; None: `most`, or what they have.
+      most: number of rows without `samples`; of samples of the model 128 at most, for they take long.
       seed: of what is drawn of every source.
       image_folder: the folder that names of pictures are inside of; None: that of their file.
       place: returns a folder in which the model's own samples are kept, and found again; None: they are not kept.
@@ -85,9 +87,10 @@ def read_rows(
     model, parts = Model.of_source(source), {}
     data = DataSection(image_folder=None if image_folder is None else os.fspath(image_folder))
     data = with_lengths(data, seq_len=seq_len)
-    for one, count in zip(sources, shares(DEFAULT_SAMPLES if samples is None else samples, sources), strict=True):
+    for one, count in zip(sources, shares(most if samples is None else samples, sources), strict=True):
         how = {"most": count, "at_least": 1 if samples is None else count, "seed": seed}
         if one.name == SELF and one.file is None:
+            count = min(count, DEFAULT_SAMPLES) if samples is None else count
             rows = _of_itself(model, seq_len=seq_len, count=count, seed=seed, place=place, progress=progress)
         elif one.file is None:
             rows = _built_in(model, data, **how)

@@ -125,6 +125,7 @@ GROUPS = {
         "image_folder",
         "extended",
     ),
+    "tuning what is small, after it": ("recover", "recover_steps"),
     "trying several": ("sweep", "text", "seq_len", "batch_size"),
     "of the methods": tuple(name for name, *_ in _OF_METHODS),
 }
@@ -135,6 +136,7 @@ moe-jax compress moe-dir small-dir --method quantize --bits 3 --calibrate text.t
 # on texts of several kinds, and on what the model itself writes
 moe-jax compress moe-dir small-dir --method quantize --bits 3 --calibrate built-in,self:2,my-chats.jsonl:2
 moe-jax compress seeing-moe small-dir --method quantize --bits 4 --calibrate chats.jsonl --image-folder pictures
+moe-jax compress moe-dir small-dir --method quantize --bits 2 --calibrate text.txt --recover 30
 moe-jax compress moe-dir small-dir --method resmoe --target-bytes 12GB
 # which method, by perplexity at equal bytes
 moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,quantize --keep 0.1,0.5 --bits 2,4
@@ -318,6 +320,8 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         terminal.print(said, markup=False)
     for number, (expected, measured) in enumerate(report.tried, 1):
         terminal.print(f"plan {number}: divergence {measured:.4f}, expected {expected:.4f}", markup=False)
+    if report.recovery is not None:
+        terminal.print(report.recovery.in_words(), markup=False)
     terminal.print(f"wrote {out}", markup=False)
 
 

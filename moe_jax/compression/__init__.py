@@ -20,7 +20,7 @@ Methods:
 
 Jobs:
     compress                         a model on the disk, one layer at a time
-    Report, LayerReport, LayerFigures
+    Report, LayerReport, LayerFigures, Recovery
                                      figures of a model, of a layer, and of its matrices
     Rest, MapAnalysis                the model outside its experts, as methods see it
     Plan, TriedPlan                  the next form of a model, and a plan that was tried
@@ -54,6 +54,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.methods.interface import Plan as Plan
     from moe_jax.compression.methods.interface import Rest as Rest
     from moe_jax.compression.options.in_common import MethodOptions as MethodOptions
+    from moe_jax.compression.recovery_figures import Recovery as Recovery
     from moe_jax.compression.report import LayerFigures as LayerFigures
     from moe_jax.compression.report import LayerReport as LayerReport
     from moe_jax.compression.report import Losses as Losses

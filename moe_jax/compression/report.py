@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.compression.calibration.expert_statistics import BACKGROUND
+from moe_jax.compression.recovery_figures import Recovery
 from moe_jax.core.formatting import show_bytes
 from moe_jax.model_io.leaves_to_write import experts_by_layer, zero_experts_line
 
@@ -320,6 +321,7 @@ class Report:
       tried: plans that were tried before the best one was carried out.
       bytes_before, bytes_after: of all weights, on the disk if the model is there.
       calibration_tokens: number of tokens of every source of the calibration, by its name; None: there was none.
+      recovery: None: nothing was tuned after the compression.
     """
 
     layers: tuple[LayerReport, ...]
@@ -329,6 +331,7 @@ class Report:
     bytes_before: int
     bytes_after: int
     calibration_tokens: Mapping[str, int] | None = None
+    recovery: Recovery | None = None
 
     @property
     def expert_bytes_before(self) -> int:
@@ -379,9 +382,19 @@ class Report:
             )
         return tuple(found)
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Returns the figures that `to_json` gave to the lineage, of a model without a recovery."""
+        made: dict[str, Any] = {name: fields[name] for name in ("bytes_before", "bytes_after")}
+        made["layers"] = tuple(LayerReport.from_note(layer) for layer in fields["layers"])
+        made["parts"] = tuple(PartReport(**part) for part in fields.get("parts", ()))
+        made["losses"] = Losses(**fields["losses"]) if "losses" in fields else None
+        return cls(**made, calibration_tokens=fields.get("calibration_tokens"))
+
     def to_json(self) -> dict[str, Any]:
         """Returns the figures for the lineage and for programs."""
-        return {
+        recovery = {} if self.recovery is None else {"recovery": dataclasses.asdict(self.recovery)}
+        return recovery | {
             "expert_bytes_before": self.expert_bytes_before,
             "expert_bytes_after": self.expert_bytes_after,
             "bytes_before": self.bytes_before,

@@ -35,7 +35,7 @@ from moe_jax.compression.options.of_whole_experts import (
     REAPOptions,
     StructuredPruningOptions,
 )
-from moe_jax.core.errors import InputError, check_member, check_positive, flag_of, nearest, shown
+from moe_jax.core.errors import InputError, check_member, check_positive, flag_of, is_finite, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
 from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources, describe_sources, weighted_sources
@@ -242,10 +242,18 @@ class CompressSpec(Spec):
     tied to the embedding becomes one of its own. Not of models with LayerNorms, or with norms after a branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of what is not in codes, in experts and in all else; by default as stored."""
-    seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
+    seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do; 256 for recover")] = None
     """With `calibrate` or a sweep: tokens that the model sees at a time."""
     batch_size: Annotated[int | None, Shown("N", "8")] = None
-    """With `calibrate` or a sweep: windows computed at once. Does not change the result."""
+    """With `calibrate` or a sweep: windows computed at once. Does not change the result, but for `recover`: windows of
+    a step."""
+    recover: Annotated[float | None, Shown("MINUTES", "nothing is tuned")] = None
+    """With `calibrate`: after the compression, what is small and not codes (routers, norms, biases, scales) is tuned
+    for so long, so that the model predicts what MODEL predicts. The text is the same, drawn anew; a part of it is held
+    out, to choose the best step, and to say what was won. Both models have to fit into memory."""
+    recover_steps: Annotated[int | None, Shown("N", "as many as go into recover")] = None
+    """The same for so many steps, which give the same result wherever they are done; with `recover`, until either is
+    reached."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, str) and not _LAYERS.fullmatch(self.layers):
@@ -257,7 +265,11 @@ class CompressSpec(Spec):
         unused += ["--gradients"] if self.gradients else []
         if unused and self.calibrate is None:
             raise InputError(f"{', '.join(unused)}: only with --calibrate")
-        check_positive(self, "samples", "batch_size")
+        if self.recovers and self.calibrate is None:
+            raise InputError("--recover learns from a text: give one with --calibrate")
+        if self.recover is not None and not (is_finite(self.recover) and self.recover > 0):
+            raise InputError(f"--recover {shown(self.recover)}: expected a number of minutes above 0")
+        check_positive(self, "samples", "batch_size", "recover_steps")
         if self.imatrix is not None and (self.calibrate is not None or self.extended):
             raise InputError(
                 "--imatrix goes neither with --extended, for its file says nothing of that FFN, nor with --calibrate, "
@@ -269,6 +281,11 @@ class CompressSpec(Spec):
             raise InputError(f"calibration_seed={self.calibration_seed} must not be negative")
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether small parameters are tuned after the compression."""
+        return self.recover is not None or self.recover_steps is not None
 
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
@@ -336,6 +353,8 @@ class CompressSpec(Spec):
             described |= {"seq_len": self.seq_len, "samples": self.samples}
             described |= {"calibration_seed": self.calibration_seed} | ({"gradients": True} if self.gradients else {})
             described |= {} if self.image_folder is None else {"image_folder": str(self.image_folder)}
+        if self.recovers:
+            described |= {"recover": self.recover, "recover_steps": self.recover_steps, "batch_size": self.batch_size}
         return described
 
 
@@ -353,6 +372,8 @@ class SweepSpec(CompressSpec):
             raise InputError("--sweep needs --text FILE, to measure the perplexity of")
         if self.save_imatrix is not None:
             raise InputError("--save-imatrix: not with --sweep; compress by one method, or export")
+        if self.recovers:
+            raise InputError("--recover: not with --sweep, which compares compressions themselves")
         super().__post_init__()
 
 

@@ -255,7 +255,7 @@ def hold_alone(directory: StoragePath, holder: str, *, instead: str = _INSTEAD) 
 
 _JOB = "job.sha256"
 _NOTES = "notes"
-PARTIAL, ANALYSIS = "partial", "analysis"
+PARTIAL, ANALYSIS, RECOVERY = "partial", "analysis", "recovery"
 
 
 class Workplace(Work):
@@ -406,8 +406,9 @@ def leftovers(directory: Path) -> list[StoragePath]:
         matches = (re.fullmatch(rf"\.(.+)\.{PARTIAL}", child.name) for child in directory.iterdir())
         targets = [directory, *(directory / match[1] for match in matches if match)]
         return [target for target in targets if is_begun(target, PARTIAL)]
-    beside = [directory.beside(suffix) for suffix in (PARTIAL, ANALYSIS)]
-    inside = sorted(file for suffix in (PARTIAL, ANALYSIS) for file in directory.glob(f".*.{suffix}"))
+    suffixes = (PARTIAL, ANALYSIS, RECOVERY)
+    beside = [directory.beside(suffix) for suffix in suffixes]
+    inside = sorted(file for suffix in suffixes for file in directory.glob(f".*.{suffix}"))
     return [folder for folder in (*beside, *inside) if _is_workplace(folder)]
 
 

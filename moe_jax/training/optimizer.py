@@ -20,6 +20,8 @@ from moe_jax.training.recipe import OptimizerSection, ScheduleSection
 # If its updates have this root mean square, as AdamW's have on average, Muon can share AdamW's learning rate and weight
 # decay (Liu et al. 2025, arXiv:2502.16982, section 2.2).
 _MUON_RMS = 0.2
+# With `parameter_scale`, no matrix counts as smaller for AdamW: biases begin at zero, and have to move.
+_LEAST_RMS = 1e-4
 
 
 def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: int) -> optax.Schedule:
@@ -84,7 +86,9 @@ def _direction(section: OptimizerSection) -> optax.GradientTransformation:
         return _per_matrix(optax.chain(*factored, *scale))
     adam = optax.scale_by_adam(section.b1, section.b2, section.eps, mu_dtype=first)
     if section.kind == "adamw":
-        return adam
+        if not section.parameter_scale:
+            return adam
+        return optax.chain(adam, _per_matrix(optax.scale_by_param_block_rms(_LEAST_RMS)))
 
     def label(path: tuple, _: Any) -> str:
         return "muon" if is_orthogonalised(path_name(path)) else "adamw"

@@ -134,8 +134,8 @@ class OptimizerSection:
         or 0.99.
       eps: epsilon of AdamW.
       momentum: decay rate of the moment of `muon`.
-      parameter_scale: whether `adafactor` multiplies the rate of a matrix by the root mean square of its weights; rates
-        near 1e-2 are then usual.
+      parameter_scale: whether `adafactor` or `adamw` multiplies the rate of a matrix by the root mean square of its
+        weights; rates near 1e-2 are then usual.
       moments: dtype of the first moment. Second moments are float32: in bfloat16 they would stand still.
       weight_decay: decoupled, multiplied by the learning rate; norms and biases are never decayed.
       decay_embeddings, decay_router: whether these are decayed as well.
@@ -170,8 +170,8 @@ class OptimizerSection:
         at_least(self, 0, "weight_decay", "clip_norm")
         if self.kind == "adafactor" and self.moments != "float32":
             raise InputError(f"moments = {shown(self.moments)}: adafactor has no first moment; leave the key out")
-        if self.kind != "adafactor" and self.parameter_scale:
-            raise InputError(f"parameter_scale is adafactor's; kind = {shown(self.kind)}")
+        if self.kind not in ("adafactor", "adamw") and self.parameter_scale:
+            raise InputError(f"parameter_scale is adafactor's and adamw's; kind = {shown(self.kind)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

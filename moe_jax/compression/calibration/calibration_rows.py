@@ -147,6 +147,12 @@ class CalibrationRows:
         cut = {name: getattr(self, name)[:count] for name in names}
         return dataclasses.replace(self, **cut, pixels=self.pixels[:seen], sources=())
 
+    def at(self, rows: Int[np.ndarray, " n"]) -> "CalibrationRows":
+        """Returns some rows, of those without pictures."""
+        assert not self.num_pictures
+        names = ("tokens", "targets", "weights", "valid", "slots")
+        return CalibrationRows(**{name: getattr(self, name)[rows] for name in names}, pictures=(0,) * len(rows))
+
     def each_picture(self) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
         """Yields the pictures of all rows; those of one row are in memory at a time."""
         return itertools.chain.from_iterable(pixels() for pixels in self.pixels)

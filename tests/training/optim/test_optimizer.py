@@ -171,6 +171,14 @@ def decayed(params: dict) -> dict:
 
 PLAIN = {
     "adamw": (OptimizerSection(), optax.adamw(1e-2, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)),
+    "adamw, relative": (
+        OptimizerSection(weight_decay=0.0, parameter_scale=True),
+        optax.chain(
+            optax.scale_by_adam(b1=0.9, b2=0.95),
+            optax.scale_by_param_block_rms(1e-4),
+            optax.scale_by_learning_rate(1e-2),
+        ),
+    ),
     "lion": (OptimizerSection(kind="lion"), optax.lion(1e-2, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)),
     "adafactor": (
         OptimizerSection(kind="adafactor", weight_decay=0.0),
@@ -313,7 +321,7 @@ def test_a_pattern_of_nothing_is_an_error(pattern, message):
     ("keys", "message"),
     [
         ({"kind": "adafactor", "moments": "bfloat16"}, "first moment"),
-        ({"parameter_scale": True}, "parameter_scale is adafactor's"),
+        ({"kind": "lion", "parameter_scale": True}, "parameter_scale is adafactor's"),
         ({"momentum": 1.0}, r"momentum = 1.0 must lie in \[0, 1\)"),
     ],
 )
