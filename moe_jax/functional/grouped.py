@@ -114,6 +114,29 @@ def when(condition: Array, body: Callable[[Any], Any], carry: Any) -> Any:
     return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: body(carry), carry)
 
 
+def over_groups_with_rows(group_sizes: Int[Array, " E"], body: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """Folds `body(group, carry)` over the groups that have rows, in their order.
+
+    The others are left out of the loop: inside of it, behind a condition, XLA would make their kernels all the same,
+    since these do not depend on the loop that stands for the condition, and would be moved in front of it.
+    """
+    has_rows = group_sizes > 0
+    (with_rows,) = jnp.nonzero(has_rows, size=group_sizes.shape[0], fill_value=0)
+    count = jnp.sum(has_rows, dtype=jnp.int32)
+    return lax.fori_loop(0, count, lambda n, carry: body(with_rows[n].astype(jnp.int32), carry), carry)
+
+
+def of_this_turn(arrays: Any, turn: Array) -> tuple[Any, Array]:
+    """Returns arrays, and the number of a turn of a loop, so that XLA converts nothing of them outside of the loop.
+
+    XLA:CPU has no operations on bfloat16, not even one that takes a slice: it converts the whole array, and because
+    that is the same in every turn, it does so in front of all loops, and keeps the copy in float32: of the experts of
+    all layers, while tokens are generated. Behind the barrier the array is another one in every turn, as far as the
+    compiler knows; the conversion then becomes part of the slice.
+    """
+    return lax.optimization_barrier((arrays, turn))
+
+
 def longest_tile(rows: int) -> int:
     """Returns the rows of the longest tile of `over_tiles`: padding by this many keeps every tile inside the array."""
     return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
@@ -156,18 +179,20 @@ def looped_product(
 
             return over_tiles(group_sizes[e], rows, multiply, out)
 
-        return when(group_sizes[e] > 0, partial(over_columns, columns, width, column_tile), out)
+        return over_columns(columns, width, column_tile, out)
 
-    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
+    out = over_groups_with_rows(group_sizes, group, jnp.zeros((rows + slack, width), lhs.dtype))
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
         def tile(start: Array, columns: int) -> Array:
+            kernels, at = of_this_turn(rhs, e)
             zero, size = jnp.zeros((), jnp.int32), list(rhs.shape)
             size[0], size[1 if contract_out else 2] = 1, columns
-            return lax.dynamic_slice(rhs, (e, start, zero) if contract_out else (e, zero, start), size)[0]
+            tile = lax.dynamic_slice(kernels, (at, start, zero) if contract_out else (at, zero, start), size)[0]
+            return tile.astype(lhs.dtype)
 
         return tile
 

@@ -26,7 +26,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.grouped import longest_tile, looped_product, over_columns, over_tiles, tile_width, when
+from moe_jax.functional.grouped import (
+    longest_tile,
+    looped_product,
+    of_this_turn,
+    over_columns,
+    over_tiles,
+    tile_width,
+    when,
+)
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
 from moe_jax.kernels.hardware import Capability
 from moe_jax.kernels.plain import zero_rows_beyond
@@ -198,8 +206,9 @@ def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
     lhs, base, trained, fixed, group_sizes = given
 
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
-        leaves = _expert(trained, e) | _expert(fixed, e)
-        return lambda start, width: tiles.tile(_base_tile(base, start, width), leaves, start, width).astype(lhs.dtype)
+        (arrays, of_all), at = of_this_turn((trained | fixed, base), e)
+        leaves = _expert(arrays, at)
+        return lambda start, width: tiles.tile(_base_tile(of_all, start, width), leaves, start, width).astype(lhs.dtype)
 
     return looped_product(lhs, group_sizes, tiles.shape[1], kernel_of)
 

@@ -21,6 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
+from moe_jax.experts.devices import current_chip
+from moe_jax.functional.grouped import of_this_turn
 from moe_jax.functional.sampling import sample
 from moe_jax.generation.ahead import Ahead
 from moe_jax.generation.continued_rows import Asked, Rows
@@ -148,7 +150,7 @@ def continue_rows(
     Returns:
       The rows; the tokens of every step, -1 where a row was given none; and their scores.
     """
-    model, batch = nnx.merge(graphdef, state), rows.tokens.shape[0]
+    batch, vocabulary = rows.tokens.shape[0], nnx.merge(graphdef, state).config.vocab_size
     steps = jnp.minimum(steps, MOST_STEPS)
 
     def goes_on(carry: tuple) -> Array:
@@ -157,7 +159,8 @@ def continue_rows(
 
     def one_step(carry: tuple) -> tuple:
         step, rows, block, told = carry
-        tokens, positions = rows.tokens[:, None], rows.positions[:, None]
+        of_step, tokens = of_this_turn(state, rows.tokens) if current_chip().platform == "cpu" else (state, rows.tokens)
+        model, tokens, positions = nnx.merge(graphdef, of_step), tokens[:, None], rows.positions[:, None]
         out = model(tokens, positions=positions, caches=rows.caches, encoder_valid=rows.encoder_valid)
         rows, tokens, found = _advance(rows._replace(caches=out.caches), out.logits[:, 0], draws, scores)
         told = jax.tree.map(lambda all_, one: all_.at[step].set(one), told, found)
@@ -165,7 +168,7 @@ def continue_rows(
 
     told = None
     if scores:
-        wide = (MOST_STEPS, batch, min(MOST_SCORES, model.config.vocab_size))
+        wide = (MOST_STEPS, batch, min(MOST_SCORES, vocabulary))
         told = Scores(jnp.zeros(wide[:2], jnp.float32), jnp.zeros(wide, jnp.float32), jnp.zeros(wide, jnp.int32))
     rows = rows._replace(active=rows.active & stay)
     begin = (jnp.zeros((), jnp.int32), rows, jnp.full((MOST_STEPS, batch), -1, jnp.int32), told)
