@@ -221,10 +221,11 @@ def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -
 
 
 def _weights_in_codes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> int:
-    """Returns the number of weights of experts that are stored in codes, and are not trained."""
+    """Returns the number of weights that are stored in codes, and are not trained."""
     from moe_jax.experts.forms.coding import Storable
+    from moe_jax.model_io.without_codes import weights_in_linear_codes
 
-    count = 0
+    count = weights_in_linear_codes(config)
     for layer in config.moe_layers:
         moe = config.moe(layer)
         form = moe.bank.form

@@ -1,6 +1,7 @@
 """A model whose linear maps are in codes, read as if these were whole: for what has no codes of its own."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,19 @@ def has_linear_codes(config: ModelConfig) -> bool:
     return bool(config.codes) or any(layer.codes for layer in config.layers)
 
 
+def weights_in_linear_codes(config: ModelConfig) -> int:
+    """Returns the number of weights of linear maps outside the experts, embedding and head that are in codes."""
+    if not has_linear_codes(config):
+        return 0
+    stored = leaf_specs(config)
+    return sum(math.prod(spec.shape) for path, spec in leaf_specs(_whole(config)).items() if path not in stored)
+
+
+def _whole(config: ModelConfig) -> ModelConfig:
+    layers = tuple(dataclasses.replace(layer, codes=()) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers, codes=())
+
+
 def without_codes(source: ModelSource) -> ModelSource:
     """Returns the model with whole kernels in place of codes; itself if none of its linear maps are in codes."""
     return _WithoutCodes(source) if has_linear_codes(source.config) else source
@@ -35,8 +49,7 @@ class _WithoutCodes(ModelSource):
 
     def __init__(self, source: ModelSource):
         config = source.config
-        layers = tuple(dataclasses.replace(layer, codes=()) for layer in config.layers)
-        self.config = dataclasses.replace(config, layers=layers, codes=())
+        self.config = _whole(config)
         self._source, self._stored = source, source.specs()
         self._forms: dict[str, Coded] = {path: one.form for one in config.codes for path in one.paths}
         for index, layer in enumerate(config.layers):

@@ -65,6 +65,15 @@ def test_a_model_in_codes_is_its_decoded_self(coded, windows, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_inspect_counts_weights_in_codes(models, coded, out_of):
+    count = sum(spec.size for path, spec in moe_jax.load(models["moe"]).source.specs().items())
+    total = re.search(r"total: ([\d,]+) parameters and ([\d,]+) weights in codes", out_of("inspect", coded))
+    assert total is not None
+    kept = [path for path in moe_jax.load(coded).source.specs() if path.endswith(("norm/scale", "router/kernel"))]
+    whole = sum(moe_jax.load(coded).source.specs()[path].size for path in kept)
+    assert int(total[2].replace(",", "")) == count - whole
+
+
 def test_a_tied_table_is_coded_once(models, text, windows, tmp_path):
     dense = moe_jax.load(models["dense"]).source
     tied = dataclasses.replace(dense.config, tie_embeddings=True)
