@@ -138,7 +138,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     """With `format` gguf and `calibrate`: a file in which what was measured is kept, as llama.cpp's tools and `imatrix`
     read it; must not exist. Of experts, tokens count by their router weights."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
-    """With `calibrate`: windows of a text, rows of a file, and texts of the model, of all sources together."""
+    """With `calibrate`: windows, rows and texts that are drawn of all sources together, as `compress` draws them."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
     """With `calibrate`: tokens of a window."""
     dtype: Dtype | None = None
