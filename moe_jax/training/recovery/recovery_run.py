@@ -8,6 +8,7 @@ beginning of every longer run with the same seed, and however many steps an hour
 import dataclasses
 import math
 import re
+import statistics
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -255,7 +256,7 @@ class _Run:
             divergence = float(metrics.distillation)  # waits for the step
             took = time.monotonic() - began
             # The first step is compiled, and says nothing of the next.
-            step_seconds = 0.0 if steps == last else took
+            step_seconds = 0.0 if steps == last else max(took, step_seconds)
             if not math.isfinite(divergence):
                 break
             steps += 1
@@ -314,7 +315,7 @@ class _Run:
             found = self._sums(params, self._frozen, self._placed(batch), self._taught)
             totals += [float(one) for one in found]
             seconds.append(time.monotonic() - began)
-        return Scores(*(totals / self._tokens).tolist()), len(seconds) * min(seconds)
+        return Scores(*(totals / self._tokens).tolist()), len(seconds) * statistics.mean(seconds[1:] or seconds)
 
     def _as_stored(self, params: nnx.State) -> nnx.State:
         """Returns copies, rounded to the dtypes of the model on the disk: what is measured is what is written."""
