@@ -19,7 +19,7 @@ from moe_jax.model_io.without_codes import without_codes
 from moe_jax.models import LinearCodes
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.numerics import logits_of
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 CODES = ("--method", "quantize", "--bits", "4", "--group-size", "8", "--of", "model")
 LOSSES = r"the calibration text: (\d\.\d{4}) nats per token before, (\d\.\d{4}) now"
@@ -158,7 +158,7 @@ def size_of(model) -> int:
     return sum(spec.size * spec.dtype.itemsize for spec in source.specs().values())
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("model", ["moe", "dense"])
 def test_a_budget_for_the_whole_model_is_kept_and_used_where_it_counts(models, text, windows, tmp_path, model):
     how = {"calibrate": text, "samples": 4, "seq_len": 32, "group_size": 8, "of": "model"}
