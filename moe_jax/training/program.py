@@ -138,7 +138,8 @@ def make_program(
         check_tower_is_frozen(trainable)
     graphdef, params, frozen = split_model(model, trainable)
     optimizer = optimizer_of(recipe, model, trainable)
-    params = with_shardings(params, state_shardings(params, mesh))
+    # Scales of codes have a dtype of their own until they are trained.
+    params = with_shardings(_cast(params, recipe.model.param_dtype), state_shardings(params, mesh))
     state = abstract_state(params, optimizer, ema=recipe.ema is not None)
     frozen = with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
     distilled, taught = (None, None) if teacher is None else _teacher(recipe, teacher, mesh)
@@ -335,7 +336,8 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
     def draw() -> tuple[nnx.State, nnx.State]:
         model = Decoder(program.config, rngs=nnx.Rngs(recipe.seed))
         _, params, frozen = split_model(model, program.trainable)
-        return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), frozen, program.frozen)
+        drawn, likes = (params, frozen), (program.state.params, program.frozen)
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), drawn, likes)
 
     shardings = (shardings_of(program.state.params), shardings_of(program.frozen))
     return jax.jit(draw, out_shardings=shardings)()
@@ -376,10 +378,10 @@ def completed_state(program: Program, state: TrainState) -> TrainState:
     return jax.jit(make, donate_argnums=0, out_shardings=shardings_of(program.state))(state)
 
 
-def _cast(frozen: nnx.State, dtype: str) -> nnx.State:
+def _cast(state: nnx.State, dtype: str) -> nnx.State:
     """Casts an abstract state to another dtype, except for leaves that may not be cast."""
 
     def cast(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype if may_be_cast(path_name(path), leaf.dtype) else leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, frozen)
+    return jax.tree_util.tree_map_with_path(cast, state)

@@ -17,9 +17,12 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.without_codes import without_codes
 from moe_jax.models import LinearCodes
+from moe_jax.training.program import initial_states, make_program
+from moe_jax.training.recipe import ModelSection
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.numerics import logits_of
 from tests.support.tiers import long, one_in
+from tests.support.training_models import recipe_of
 
 CODES = ("--method", "quantize", "--bits", "4", "--group-size", "8", "--of", "model")
 LOSSES = r"the calibration text: (\d\.\d{4}) nats per token before, (\d\.\d{4}) now"
@@ -151,6 +154,16 @@ def test_scales_learn_and_codes_stay(coded, windows):
     assert any("'q'" in name and "scales" in name for name in names)
     assert any("embed" in name and "scales" in name for name in names)
     assert not any("codes" in name or "zeros" in name for name in names)
+
+
+@pytest.mark.parametrize("init", ["checkpoint", "random"])
+def test_what_is_trained_begins_in_the_dtypes_that_a_checkpoint_is_read_with(coded, init):
+    source = moe_jax.load(coded).source
+    recipe = recipe_of(model=ModelSection(path=str(coded), init=init))
+    program = make_program(recipe, source.config, jax.devices()[:1])
+    params, _ = initial_states(program, recipe, source)
+    dtypes = [jax.tree.map(lambda leaf: str(leaf.dtype), state) for state in (params, program.state.params)]
+    assert dtypes[0] == dtypes[1] and "float32" in jax.tree.leaves(dtypes[0])
 
 
 def size_of(model) -> int:
