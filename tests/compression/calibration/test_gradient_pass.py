@@ -11,7 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.compress import calibrate
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration import sensitivities
+from moe_jax.compression.calibration import divergences
 from moe_jax.compression.calibration.recording import gradients_file, read_layer, record
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.core.errors import InputError
@@ -150,10 +150,10 @@ def test_sensitivities_are_not_begun_without_the_memory(source, windows, monkeyp
     def begins(*_, **how):
         raise StoppedError
 
-    monkeypatch.setattr(sensitivities, "embedded_rows", begins)
+    monkeypatch.setattr(divergences, "embedded_rows", begins)
     how = {"mesh": make_mesh({}, jax.devices()[:1])}
     for free, expected in ((needed, StoppedError), (None, StoppedError), (needed - 1, InputError)):
-        monkeypatch.setattr(sensitivities, "available_memory", lambda free=free: free)
+        monkeypatch.setattr(divergences, "available_memory", lambda free=free: free)
         with pytest.raises(expected):
             measure_sensitivities(source, windows, {}.__getitem__, **how)
 

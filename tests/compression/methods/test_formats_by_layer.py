@@ -129,11 +129,11 @@ def test_zero_points_are_asked_for_and_not_taken_where_layers_are_better_without
     analysis = {"errors": np.zeros((len(layer.shapes), layer.num_experts, 1))}
     for best in added:
 
-        def chosen(self, layers, divergences, formats, best=best):
+        def by_matrix(self, layer, errors, formats, best=best):
             found = formats[-1]
-            return {0: Candidate(1, float(found != best), (Choice(None, 3, found),) * len(layer.shapes))}
+            return [[Candidate(1, float(found != best), Choice(None, 3, found))] for _ in layer.shapes]
 
-        monkeypatch.setattr(bits_by_matrix.Allocate, "_chosen", chosen)
+        monkeypatch.setattr(bits_by_matrix.Allocate, "_by_matrix", by_matrix)
         assert method.plan([layer], {0: analysis})[0].bank.form.zero_points == bool(best)
 
 
