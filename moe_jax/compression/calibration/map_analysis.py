@@ -65,10 +65,10 @@ def analyse_maps(
     """
     folder.mkdir(exist_ok=True)
     given: Any = {"mesh": mesh, "batch_size": batch_size}
-    errors = _errors(source, maps, rows, folder, options, progress=progress, **given)
+    errors, head = _errors(source, maps, rows, folder, options, progress=progress, **given)
     file = folder / "sensitivities.npy"
     if not file.is_file():
-        found = _sensitivities(source, maps, few_rows(rows), options, progress=progress, **given)
+        found = _sensitivities(source, maps, few_rows(rows), head, options, progress=progress, **given)
         with as_path(file).replacing() as place:
             np.save(place, found, allow_pickle=False)
     return MapAnalysis(errors, np.load(file, allow_pickle=False))
@@ -92,8 +92,11 @@ def _errors(
     mesh: Mesh,
     batch_size: int,
     progress: Progress,
-) -> Float[np.ndarray, "m b"]:
-    """Tries all bits on all maps, layer by layer, on what they are given by layers as they are."""
+) -> tuple[Float[np.ndarray, "m b"], Float[np.ndarray, "d d"]]:
+    """Tries all bits on all maps, layer by layer, on what they are given by layers as they are.
+
+    Also returns the second moment of what the head is given.
+    """
     work = CodedPass(source, rows, folder, mesh=mesh, batch_size=batch_size)
     layers = source.config.num_layers
     for layer in range(work.next, layers):
@@ -113,7 +116,7 @@ def _errors(
             errors.append(next(by_layer[one.layer]))
         else:
             errors.append(_errors_of(source, one, _coder(source, one, head), options))
-    return np.array(errors)
+    return np.array(errors), head
 
 
 def _coder(source: ModelSource, one: LinearMap, head: Float[np.ndarray, "d d"]) -> ExpertCoder:
@@ -150,6 +153,7 @@ def _sensitivities(
     source: ModelSource,
     maps: Sequence[LinearMap],
     rows: CalibrationRows,
+    head: Float[np.ndarray, "d d"],
     options: Options,
     *,
     mesh: Mesh,
@@ -185,7 +189,7 @@ def _sensitivities(
     counts = [len({group_of(one) for one in maps if one.layer == layer}) for layer in range(config.num_layers)]
     outer: dict[str, ModelSource] = {}
     for one in (one for one in maps if one.layer is None):
-        leaf, errors[-1, one.path] = in_codes(one, LeastError())
+        leaf, errors[-1, one.path] = in_codes(one, _coder(source, one, head))
         outer[one.path] = with_changes(source, config, {one.leaf: leaf.astype(source.specs()[one.leaf].dtype)})
     heads = {path: model for path, model in outer.items() if path != "embed" or config.tie_embeddings}
     how: Any = {"mesh": mesh, "batch_size": batch_size, "progress": progress}
