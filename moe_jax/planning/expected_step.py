@@ -4,7 +4,7 @@ The compiler computes them exactly (`compile_only`, `hlo`); here they follow fro
 
 Memory: the parts follow from how a step works. How many copies of an array exist at a time (`_COPIES`) depends on XLA:
 the numbers were fitted to 27 steps compiled for TPUs, those of `benchmarks/pods.py` and seven of a smaller model, such
-that the largest error of a step's total is least (9%). Steps with other layers may differ more, and so may those with
+that the largest error of a step's total is least (10%). Steps with other layers may differ more, and so may those with
 other remat than `full`: with `dots`, perft_mixtral's step on v6e:2x4 took 13% more than expected (19.6 GiB, compiled).
 XLA:GPU needs less: 6 to 17% for three steps.
 
@@ -69,7 +69,7 @@ _COPIES = {
     "rows": 14.2,
     # Gradients that are not gathered, before they are added to those of other devices; split over experts, or whole.
     "gradients of parts": 0.3,
-    "gradients of wholes": 1.4,
+    "gradients of wholes": 1.42,
 }
 
 
