@@ -42,9 +42,10 @@ from moe_jax.compression.calibration.recording import (
 )
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.compression.calibration.summed_squares import summed_squares
+from moe_jax.compression.in_order import OnLayer
 from moe_jax.compression.rotated_source import RotatedSource
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
-from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
+from moe_jax.compression.stream import check_before_calibration, choose_layers
 from moe_jax.conversion.gguf.expert_importance import expert_tensors, read_expert_importance, write_expert_importance
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes

@@ -14,9 +14,9 @@ import numpy as np
 
 from moe_jax.api.model import Model, ModelOrPath, open_model, work_bars
 from moe_jax.api.read_calibration import calibration_folder, read_rows
+from moe_jax.compression.in_order import OnLayer
 from moe_jax.compression.report import LayerFigures, Report
 from moe_jax.compression.spec import CompressSpec
-from moe_jax.compression.stream import OnLayer
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress
 from moe_jax.files.staging import RECOVERY, Workplace

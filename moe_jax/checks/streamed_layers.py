@@ -18,13 +18,13 @@ from moe_jax.experts.shapes import Matrix, shapes_of
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats, Routing
 from moe_jax.models import LayerConfig, ModelConfig
-from moe_jax.models.linear_codes import EMBED, codes_of
+from moe_jax.models.linear_codes import EMBED, EMBEDDING, codes_of
 from moe_jax.nn.block import make_layer
 from moe_jax.nn.context import make_context
 from moe_jax.nn.layers import Embed, Head, Table
 from moe_jax.nn.stack import make_final_norm
 
-EMBEDDING, CODED_EMBEDDING = "embed/embedding", "embed/coded/"
+CODED_EMBEDDING = "embed/coded/"
 TABLE = "relative_bias/table"
 
 Read = Callable[[str], np.ndarray]

@@ -289,7 +289,8 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
     """Prints the figures of a compression: a table and totals, or a line of JSON. Warnings go to standard error."""
     from moe_jax.api.open_source import read_config
     from moe_jax.compression.coding.storage import bytes_by_part
-    from moe_jax.compression.report import layer_columns, part_columns
+    from moe_jax.compression.part_report import part_columns
+    from moe_jax.compression.report import layer_columns
 
     _warn(report.warnings)
     if as_json:

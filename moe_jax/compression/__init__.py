@@ -54,16 +54,16 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.methods.interface import Plan as Plan
     from moe_jax.compression.methods.interface import Rest as Rest
     from moe_jax.compression.options.in_common import MethodOptions as MethodOptions
+    from moe_jax.compression.part_report import Losses as Losses
+    from moe_jax.compression.part_report import MapErrors as MapErrors
+    from moe_jax.compression.part_report import PartReport as PartReport
+    from moe_jax.compression.part_report import TriedPlan as TriedPlan
     from moe_jax.compression.recovery_figures import Recovery as Recovery
     from moe_jax.compression.report import LayerFigures as LayerFigures
     from moe_jax.compression.report import LayerReport as LayerReport
-    from moe_jax.compression.report import Losses as Losses
-    from moe_jax.compression.report import MapErrors as MapErrors
-    from moe_jax.compression.report import PartReport as PartReport
     from moe_jax.compression.report import Point as Point
     from moe_jax.compression.report import Report as Report
     from moe_jax.compression.report import Sweep as Sweep
-    from moe_jax.compression.report import TriedPlan as TriedPlan
     from moe_jax.compression.source_layer import SourceLayer as SourceLayer
     from moe_jax.compression.spec import METHODS as METHODS
     from moe_jax.compression.spec import make_method as make_method

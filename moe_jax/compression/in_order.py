@@ -7,7 +7,7 @@ it give as they are stored now, and so makes up for some of their errors.
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,10 +15,11 @@ from moe_jax.compression.calibration.coded_pass import CodedPass
 from moe_jax.compression.calibration.recording import LayerRows
 from moe_jax.compression.coding.coder import ExpertCoder, LeastError, LeastOutputError
 from moe_jax.compression.linear_maps import LinearMap, coded_leaves, head_and_rows
-from moe_jax.compression.report import LayerFigures, Losses, MapErrors, PartReport
+from moe_jax.compression.part_report import Losses, MapErrors, PartReport
+from moe_jax.compression.report import LayerFigures
 from moe_jax.compression.source_layer import Write, check_weights
 from moe_jax.core.terminal import Progress
-from moe_jax.model_io.in_memory import with_changes
+from moe_jax.model_io.in_memory import SourceWithLeaves
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import LinearCodes, ModelConfig
@@ -26,6 +27,9 @@ from moe_jax.models.linear_codes import EMBED
 
 CompressLayer = Callable[[int, Write, LayerRows | None], LayerFigures]
 """Compresses the experts of a layer, given what they are given in the pass; None: there is no pass."""
+
+OnLayer = Callable[[int, LayerFigures, int], None]
+"""Called with the index of a finished layer, its figures, and the bytes of its experts now."""
 
 _FIRST, _LAST = "embedding", "head"
 """Names of what belongs to no layer: the embedding, and all else."""
@@ -61,6 +65,14 @@ class Nowhere(TakesLeaves):
         del leaves
 
 
+class Done(NamedTuple):
+    """The figures of the work: of layers by index, of linear maps by part, and of the text if there is one."""
+
+    figures: dict[int, LayerFigures]
+    parts: tuple[PartReport, ...]
+    losses: Losses | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InOrder:
     """The work.
@@ -74,7 +86,7 @@ class InOrder:
       codes: of these, by their paths.
       begin_pass: begins the pass; None: without a text.
       head_moment: returns the second moment of what the head is given, for an embedding that is also the head.
-      even, feedback: as `LeastError` and `LeastOutputError` have them.
+      coder_options: of the coders of the maps: `even` and `feedback` of `LeastOutputError`.
       writer: of the model.
       progress: called after every layer.
       doing: what it is told that is done.
@@ -89,14 +101,13 @@ class InOrder:
     codes: Mapping[str, LinearCodes]
     begin_pass: BeginPass | None
     head_moment: Callable[[], np.ndarray]
-    even: bool
-    feedback: bool
+    coder_options: Mapping[str, bool]
     writer: TakesLeaves
     progress: Progress
     doing: str
-    on_layer: Callable[[int, LayerFigures, int], None]
+    on_layer: OnLayer
 
-    def write(self) -> tuple[dict[int, LayerFigures], tuple[PartReport, ...], Losses | None]:
+    def write(self) -> Done:
         """Writes everything that an interrupted job has not written, and measures it."""
         by_group: dict[str, list[str]] = {_FIRST: []}
         for path in leaf_specs(self.config):
@@ -116,7 +127,7 @@ class InOrder:
                 notes[group], made = self._write_group(group, by_group[group], coded)
                 self.writer.note(group, notes[group])
                 if self.begin_pass is not None:
-                    written = with_changes(self.source, self.config, embedding | made)
+                    written = SourceWithLeaves(self.source, self.config, embedding | made)
                     if group == _FIRST:
                         embedding = made
                         coded = self.begin_pass(written if made else None)
@@ -134,7 +145,8 @@ class InOrder:
         for note in notes.values():
             for part, errors in note["parts"].items():
                 parts[part] += MapErrors(**errors)
-        return figures, tuple(PartReport.of(part, errors, self._words(part)) for part, errors in parts.items()), losses
+        reports = tuple(PartReport.of(part, errors, self._words(part)) for part, errors in parts.items())
+        return Done(figures, reports, losses)
 
     def _write_group(
         self, group: str, paths: Sequence[str], coded: CodedPass | None
@@ -174,9 +186,9 @@ class InOrder:
         codes, leaf = self.codes[one.path], self.source.read(one.leaf)
         kernel = np.ascontiguousarray(one.kernel(check_weights(one.leaf, leaf)), np.float32)
         moment = self._moment(one, coded)
-        coder: ExpertCoder = LeastError(even=self.even)
+        coder: ExpertCoder = LeastError(even=self.coder_options["even"])
         if moment is not None:
-            coder = LeastOutputError(moment, even=self.even, feedback=self.feedback, in_order=True)
+            coder = LeastOutputError(moment, in_order=True, **self.coder_options)
         leaves, approximation = coded_leaves(one, codes, kernel, coder)
         for path, array in leaves.items():
             write(path, array)

@@ -17,10 +17,9 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import Matrix
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import LinearCodes, ModelConfig, RecurrentConfig
-from moe_jax.models.linear_codes import EMBED, HEAD, joined_codes
+from moe_jax.models.linear_codes import EMBED, EMBEDDING, HEAD, HEAD_KERNEL, joined_codes
 
 Part = Literal["attention", "dense", "embedding", "head"]
-EMBEDDING = f"{EMBED}/embedding"
 _MAP = re.compile(r"layers/(\d+)/(attention|cross_attention|mlp(?:/universal)?)/(?!router)(\w+)")
 
 
@@ -63,7 +62,7 @@ def linear_maps(config: ModelConfig) -> list[LinearMap]:
     for path, spec in leaf_specs(config).items():
         if path == EMBEDDING:
             found.append(LinearMap(EMBED, spec.shape[::-1], "embedding"))
-        elif path == f"{HEAD}/kernel" and config.num_classes is None:
+        elif path == HEAD_KERNEL and config.num_classes is None:
             last.append(LinearMap(HEAD, spec.shape, "head"))
         elif path.endswith("/kernel") and (match := _MAP.fullmatch(path.removesuffix("/kernel"))):
             mixer = config.layers[int(match[1])].attention

@@ -12,7 +12,7 @@ which for few plans stays near a common factor. One more plan is made by these f
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ from moe_jax.models import LinearCodes, MoEConfig
 MOST_TOKENS = 8192
 """So many tokens of the text are enough to compare plans."""
 
-MakePlans = Callable[[Mapping[str, float]], list[Plan]]
-"""Returns plans, the best expected one first, given how much more than expected the divergences of parts are."""
+MakePlans = Callable[..., list[Plan]]
+"""`make_plans(factors=...)` returns plans, the best expected one first; by default none is corrected."""
 
 
 class Tried(NamedTuple):
@@ -66,8 +66,8 @@ def best_plan(
                 as_path(kept).replace_content(json.dumps(known).encode())
         return Tried(plan, known[name])
 
-    found = [tried(plan) for plan in make_plans({})[:most]]
-    again = make_plans(factors(found))[0]
+    found = [tried(plan) for plan in make_plans()[:most]]
+    again = make_plans(factors=factors(found))[0]
     if _name_of(again) not in {_name_of(one.plan) for one in found}:
         found.append(tried(again))
     return min(found, key=lambda one: one.measured).plan, tuple(found)

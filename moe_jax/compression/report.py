@@ -1,10 +1,9 @@
 """Figures that say what compression did: to the experts of a layer, to a model, to the models of a sweep."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.compression.calibration.expert_statistics import BACKGROUND
+from moe_jax.compression.part_report import Losses, PartReport, TriedPlan, root_ratio
 from moe_jax.compression.recovery_figures import Recovery
 from moe_jax.core.formatting import show_bytes
 from moe_jax.model_io.leaves_to_write import experts_by_layer, zero_experts_line
@@ -121,10 +121,10 @@ class Measure:
         """The figures of everything that was added, and `others`; `analysed` are seconds before, None: no time."""
         weight, base, dot, delta, error = self._sums.T
         figures = LayerFigures(
-            relative_error=_ratio(error.sum(), weight.sum()) or 0.0,
+            relative_error=root_ratio(error.sum(), weight.sum()) or 0.0,
             error_per_neuron=float(error.mean()) / self._num_neurons,
             zero_experts=tuple(np.flatnonzero(weight == 0).tolist()),
-            output_error=_ratio(self._outputs[1], self._outputs[0]),
+            output_error=root_ratio(self._outputs[1], self._outputs[0]),
             seconds=None if analysed is None else float(analysed) + time.monotonic() - self._began,
             **others,
         )
@@ -135,7 +135,7 @@ class Measure:
         cosines = np.divide(dot, norms, out=np.ones_like(dot), where=norms > 0)
         return dataclasses.replace(
             figures,
-            delta_error=_ratio(error.sum(), delta.sum()),
+            delta_error=root_ratio(error.sum(), delta.sum()),
             cosine_mean=float(cosines.mean()),
             cosine_min=float(cosines.min()),
         )
@@ -173,10 +173,6 @@ def _output_sums(
     return jnp.stack([jnp.sum(part * (moment @ part)) for part in (kernel, error)])
 
 
-def _ratio(error: float, norm: float) -> float | None:
-    return math.sqrt(error / norm) if norm > 0 else None
-
-
 DENSE = "dense model"
 OWN = "base of the bank"
 MEAN = "mean of the experts"
@@ -211,103 +207,6 @@ class LayerReport(LayerFigures):
     def unseen_experts(self) -> tuple[int, ...]:
         """Experts to which no token of the calibration text is routed."""
         return tuple(expert for expert, tokens in enumerate(self.expert_tokens or ()) if not tokens)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MapErrors:
-    """Sums over linear maps: their number, ||W^ - W||^2, ||W||^2, tr(E^T H E), tr(W^T H W), and bytes."""
-
-    maps: int = 0
-    error: float = 0.0
-    norm: float = 0.0
-    output_error: float = 0.0
-    output_norm: float = 0.0
-    bytes_before: int = 0
-    bytes_after: int = 0
-
-    @classmethod
-    def between(
-        cls,
-        kernel: Float[np.ndarray, "i o"],
-        approximation: Float[np.ndarray, "i o"],
-        moment: Float[np.ndarray, "i i"] | None,
-        *,
-        bytes_before: int,
-        bytes_after: int,
-    ) -> Self:
-        """Returns the sums of one map; without a second moment of its inputs, nothing is known of outputs."""
-        error = approximation - kernel
-        squares = [float(np.sum(np.square(one, dtype=np.float64))) for one in (error, kernel)]
-        outputs = [0.0, 0.0]
-        if moment is not None:
-            outputs = [float(np.sum(one * (moment @ one), dtype=np.float64)) for one in (error, kernel)]
-        return cls(
-            maps=1,
-            error=squares[0],
-            norm=squares[1],
-            output_error=outputs[0],
-            output_norm=outputs[1],
-            bytes_before=bytes_before,
-            bytes_after=bytes_after,
-        )
-
-    def __add__(self, other: "MapErrors") -> "MapErrors":
-        own, others = dataclasses.astuple(self), dataclasses.astuple(other)
-        names = [field.name for field in dataclasses.fields(self)]
-        return MapErrors(**{name: a + b for name, a, b in zip(names, own, others, strict=True)})
-
-
-class Losses(NamedTuple):
-    """Losses of the calibration text, nats per token.
-
-    Attributes:
-      before, after: negative log-likelihoods.
-      divergence: KL(p || q) of what the model predicts now from what it predicted.
-    """
-
-    before: float
-    after: float
-    divergence: float
-
-
-class TriedPlan(NamedTuple):
-    """A plan that was tried: the divergence that was expected, and the one that was measured; nats per token."""
-
-    expected: float
-    measured: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PartReport:
-    """Figures of the linear maps of a part of the model; errors as `LayerFigures` has them.
-
-    Attributes:
-      part: `attention`, `dense` FFNs and shared experts, `embedding` or `head`.
-      maps: their number.
-      choice: in words, the codes that they got.
-      bytes_before, bytes_after: of their kernels, in memory.
-    """
-
-    part: str
-    maps: int
-    choice: str
-    relative_error: float
-    output_error: float | None
-    bytes_before: int
-    bytes_after: int
-
-    @classmethod
-    def of(cls, part: str, errors: MapErrors, choice: str) -> Self:
-        """Returns the figures of a part, from the sums over its maps."""
-        return cls(
-            part=part,
-            maps=errors.maps,
-            choice=choice,
-            relative_error=_ratio(errors.error, errors.norm) or 0.0,
-            output_error=_ratio(errors.output_error, errors.output_norm),
-            bytes_before=errors.bytes_before,
-            bytes_after=errors.bytes_after,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -457,20 +356,6 @@ def layer_columns(layers: Sequence[LayerReport]) -> dict[str, list[str]]:
         for title, texts in columns.items()
         if any(text is not None for text in texts)
     }
-
-
-def part_columns(parts: Sequence[PartReport]) -> dict[str, list[str]]:
-    """The figures of linear maps outside the experts as columns of a table, as of `layer_columns`."""
-    columns = {
-        "part": [part.part for part in parts],
-        "maps": [str(part.maps) for part in parts],
-        "choice": [part.choice for part in parts],
-        "error": [f"{part.relative_error:.4f}" for part in parts],
-        "of\noutputs": ["-" if part.output_error is None else f"{part.output_error:.4f}" for part in parts],
-        "bytes": [show_bytes(part.bytes_after) for part in parts],
-        "kept": [f"{part.bytes_after / part.bytes_before:.1%}" for part in parts],
-    }
-    return {title: texts for title, texts in columns.items() if {*texts} != {"-"}}
 
 
 def _number(name: str, form: str) -> Callable[[LayerReport], str | None]:

@@ -16,9 +16,6 @@ rest, and random signs.
 import dataclasses
 import hashlib
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,13 +23,14 @@ from jaxtyping import Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
-from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.model_source import ChangedSource, ModelSource
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.linear_codes import EMBEDDING, HEAD_KERNEL
 from moe_jax.models.own_parts import BLOCK, LINEAR
 
-EMBEDDING, HEAD, FINAL_NORM = "embed/embedding", "lm_head/kernel", "final_norm/scale"
-_ROLES = {EMBEDDING: "writes", HEAD: "head", FINAL_NORM: "norm", "lm_head/bias": "other"}
+FINAL_NORM = "final_norm/scale"
+_ROLES = {EMBEDDING: "writes", HEAD_KERNEL: "head", FINAL_NORM: "norm", "lm_head/bias": "other"}
 _FFN, _MIXER = r"(?:experts/|universal/)?(?:gate|up)", r"q|k|v|gate|q_down|kv_down|beta|decay|in_gate|out_gate"
 # What a leaf below a layer does: kernels read from the stream, or write to it; others see it only through these.
 _ROLES_IN_LAYER = {
@@ -119,7 +117,7 @@ def _not_rotated(layer: LayerConfig) -> str | None:
     return None
 
 
-class RotatedSource(ModelSource):
+class RotatedSource(ChangedSource):
     """Another source's model, rotated when leaves are read: its logits are the same, but for rounding.
 
     Leaves keep their dtypes. Norms get scales of 1 (or 0, where their factors are `1 + scale`). A head that is tied to
@@ -129,37 +127,21 @@ class RotatedSource(ModelSource):
     def __init__(self, source: ModelSource, seed: int = 0):
         """Reads no weights yet; raises `InputError` for a model that cannot be rotated."""
         check_rotatable(source.config)
-        self.config = dataclasses.replace(source.config, tie_embeddings=False)
-        self._source, self._seed = source, seed
+        super().__init__(source, dataclasses.replace(source.config, tie_embeddings=False))
+        self._seed = seed
         self._stream = Rotation.drawn(source.config.d_model, seed)
         for path in source.specs():
             self._role(path)  # says which is not known
-
-    @property
-    def path(self) -> Path:
-        return self._source.path
-
-    @property
-    def tokenizer_files(self) -> tuple[Path, ...]:
-        return self._source.tokenizer_files
-
-    @property
-    def lineage(self) -> Sequence[dict[str, Any]]:
-        return self._source.lineage
-
-    @property
-    def base(self) -> ModelSource | None:
-        return self._source.base
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         found = dict(self._source.specs())
         if self._source.config.tie_embeddings:
             tied = found[EMBEDDING]
-            found[HEAD] = jax.ShapeDtypeStruct(tied.shape[::-1], tied.dtype)
+            found[HEAD_KERNEL] = jax.ShapeDtypeStruct(tied.shape[::-1], tied.dtype)
         return found
 
     def stored_bytes(self, path: str) -> int:
-        if path == HEAD and self._source.config.tie_embeddings:
+        if path == HEAD_KERNEL and self._source.config.tie_embeddings:
             return 0
         return self._source.stored_bytes(path)
 
@@ -168,8 +150,8 @@ class RotatedSource(ModelSource):
 
     def read(self, path: str) -> np.ndarray:
         """Reads one leaf and rotates it; raises `InputError` if it cannot be read, or is too large for its dtype."""
-        if path == HEAD and self._source.config.tie_embeddings:
-            return self._each(HEAD, self._source.read(EMBEDDING).T)
+        if path == HEAD_KERNEL and self._source.config.tie_embeddings:
+            return self._each(HEAD_KERNEL, self._source.read(EMBEDDING).T)
         return self._each(path, self._source.read(path))
 
     def _each(self, path: str, leaf: np.ndarray) -> np.ndarray:
@@ -200,7 +182,7 @@ class RotatedSource(ModelSource):
 
     def _scales_before(self, path: str) -> np.ndarray | None:
         """The factors of the norm before a kernel that reads from the stream; None: there is no norm."""
-        if path == HEAD:
+        if path == HEAD_KERNEL:
             norm = FINAL_NORM if self.config.final_norm else None
         else:
             _, layer, branch, _ = path.split("/", 3)

@@ -1,4 +1,4 @@
-"""Compresses a trained MoE, layer by layer; with several processes, each has its own layers."""
+"""Compresses a model, layer by layer; with several processes, each has its own layers."""
 
 import contextlib
 import dataclasses
@@ -6,42 +6,32 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
-from moe_jax.compression.calibration.calibration_rows import CalibrationRows
-from moe_jax.compression.calibration.coded_pass import begin_pass, moment_of_head
-from moe_jax.compression.calibration.expert_statistics import routed_by_source, routed_tokens
-from moe_jax.compression.calibration.map_analysis import analyse_maps
-from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration, LayerRows
+from moe_jax.compression.analyses import AnalysisStore, analyse_layers
+from moe_jax.compression.board import Board
+from moe_jax.compression.calibration.map_analysis import MapAnalysis, analyse_maps
+from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.calibration.sensitivities import check_full_experts
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD
-from moe_jax.compression.in_order import InOrder, Nowhere, TakesLeaves
-from moe_jax.compression.linear_maps import LinearMap, check_maps, with_codes
-from moe_jax.compression.measured_plans import MOST_TOKENS, best_plan
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Plan, Rest, check_base
+from moe_jax.compression.in_order import OnLayer
+from moe_jax.compression.linear_maps import LinearMap, check_maps
+from moe_jax.compression.measured_plans import Tried
+from moe_jax.compression.methods.interface import Method, Rest, check_base
 from moe_jax.compression.options.in_common import Of
-from moe_jax.compression.report import LayerFigures, LayerReport, Report, TriedPlan
+from moe_jax.compression.part_report import TriedPlan
+from moe_jax.compression.plan_work import PlanWork
+from moe_jax.compression.report import LayerFigures, LayerReport, Report
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
-from moe_jax.core.finite import DoesNotFit
-from moe_jax.core.formatting import count_bytes
+from moe_jax.core.formatting import count_bytes, count_parameters
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.processes import (
-    check_equal,
-    fail_together,
-    first_decides,
-    gathered,
-    gathered_arrays,
-    has_coordination,
-    is_first_process,
-    news,
-    tell_first,
-)
+from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.files.staging import ANALYSIS, Workplace, check_target
+from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt
@@ -49,10 +39,8 @@ from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import is_tuned
+from moe_jax.model_io.without_codes import weights_in_linear_codes
 from moe_jax.models import ModelConfig, config_to_json
-
-OnLayer = Callable[[int, LayerFigures, int], None]
-"""Called with the index of a finished layer, its figures, and the bytes of its experts now."""
 
 
 def compress(
@@ -68,7 +56,7 @@ def compress(
     progress: Progress = no_progress,
     on_layer: OnLayer = lambda layer, figures, nbytes: None,
 ) -> Report:
-    """Writes a model with its experts compressed. Memory holds one layer at a time.
+    """Writes a model with its experts, or also its linear maps, compressed. Memory holds one layer at a time.
 
     A job that was killed continues when it is started again with the same options.
 
@@ -77,7 +65,7 @@ def compress(
     The result is that of one process, to the last bit. If the target is in memory, every process makes all of it.
 
     Args:
-      source: a model with MoE layers, whatever their banks.
+      source: a model with MoE layers, whatever their banks; of a method for linear maps, any.
       dst: the model directory to write, or memory.
       method: the method of compression.
       base: the dense model that the experts came from. Without it, a bank's own base, or the mean of the experts.
@@ -104,18 +92,24 @@ def compress(
         check_base(base.config, source.config, indices)
         check_leaves(leaf_specs(base.config), base.specs(), str(base.path))
     check_leaves(leaf_specs(source.config), source.specs(), str(source.path))
-    maps = linear_maps_of(source.config, method)
+    maps = linear_maps_of(source.config, method, extended=extended)
     if method.origin is not None and base is not None:
         raise InputError(f"--base does not go with this method: it takes the {method.origin}")
 
-    def open_layer(i: int) -> SourceLayer:  # anew every time: it keeps what it read last
-        universal = extended and source.config.moe(i).universal_beside
-        recorded = None if calibration is None else calibration.layers[i]
-        return SourceLayer(source, i, with_universal=universal, calibration=recorded)
-
     rest = _rest(source, maps, indices)
-    method.check([open_layer(i) for i in indices])
-    method.check_model([open_layer(i) for i in indices], rest)
+    work = PlanWork(
+        source=source,
+        method=method,
+        base=base,
+        extended=extended,
+        indices=indices,
+        rest=rest,
+        calibration=calibration,
+        progress=progress,
+    )
+    opened = [work.open_layer(i) for i in indices]
+    method.check(opened)
+    method.check_model(opened, rest)
     read = [source, *([base] if base is not None else []), *(() if calibration is None else calibration.files)]
     # One process is enough to take the fingerprints, for which it reads a little of every leaf.
     entry = decided(lambda: new_lineage_entry("compress", described, read))
@@ -126,73 +120,19 @@ def compress(
     # Analyses are not kept in a bucket: there they are made again.
     on_disk = None if isinstance(dst, InMemory) else as_path(dst).on_disk
     with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
-        analyses = _analyse(method, open_layer, _expert_sizes(source, indices), store, progress, shared=shared)
-        if maps and method.codes_of_maps is not None:
-            with _place_of_pass(store, "maps") as place:
-                if calibration is None or calibration.rows is None:
-                    raise InputError(
-                        "this method looks at what linear maps do on a text: give one with --calibrate TEXT"
-                    )
-                how: Any = {"mesh": make_mesh({"data": -1}, jax.local_devices()), "progress": progress}
-                found = analyse_maps(source, maps, calibration.rows, place, method.codes_of_maps, **how)
-            rest = dataclasses.replace(rest, analysis=found)
-        make_plans = partial(method.plans, [open_layer(i) for i in indices], analyses, rest)
-
-        def config_of(plan: Plan) -> ModelConfig:
-            layers = list(source.config.layers)
-            for i, moe in plan.banks.items():
-                layers[i] = dataclasses.replace(layers[i], mlp=moe)
-            return with_codes(dataclasses.replace(source.config, layers=tuple(layers)), plan.codes)
-
-        def compress_layer(config: ModelConfig, i: int, write: Write, rows: LayerRows | None = None) -> LayerFigures:
-            layer = open_layer(i)
-            if rows is not None:
-                layer.give(rows)
-            try:
-                figures = method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
-            except DoesNotFit as error:
-                raise InputError(f"layer {i}: {error}, for the whole model, with moe-jax convert --dtype") from None
-            # Figures of outputs are there if the method looks at what experts are given.
-            if figures.output_error is None:
-                return figures
-            by_source = None if calibration is None else routed_by_source(layer, calibration.sources)
-            return dataclasses.replace(figures, expert_tokens=routed_tokens(layer), expert_tokens_by_source=by_source)
-
-        def in_order(plan: Plan, rows: CalibrationRows | None, place: Path, writer: TakesLeaves) -> InOrder:
-            how: Any = {"rows": rows, "folder": place, "mesh": make_mesh({"data": -1}, jax.local_devices())}
-            return InOrder(
-                source=source,
-                config=config_of(plan),
-                indices=indices,
-                compress_layer=partial(compress_layer, config_of(plan)),
-                maps=[one for one in maps if one.path in plan.codes],
-                codes=plan.codes,
-                begin_pass=None if rows is None else partial(begin_pass, source, **how),
-                head_moment=partial(moment_of_head, source, **how),
-                even=getattr(method, "levels", "any") == "even",
-                feedback=getattr(method, "feedback", True),
-                writer=writer,
-                progress=progress,
-                doing="trying a plan" if isinstance(writer, Nowhere) else "compressing",
-                on_layer=(lambda layer, figures, nbytes: None) if isinstance(writer, Nowhere) else on_layer,
-            )
-
-        tried: tuple[TriedPlan, ...] = ()
+        analyses = analyse_layers(
+            method, work.open_layer, _expert_sizes(source, indices), store, progress, shared=shared
+        )
+        if maps and (options := method.codes_of_maps) is not None:
+            rest = dataclasses.replace(rest, analysis=_analysed(work, options, store))
+        make_plans = partial(method.plans, [work.open_layer(i) for i in indices], analyses, rest)
+        tried: tuple[Tried, ...] = ()
         if method.tried_plans > 1:
-            rows = _rows_to_try(calibration)
-
-            def measure(plan: Plan) -> float:
-                with tempfile.TemporaryDirectory(prefix="moe_jax_plan_") as folder:
-                    losses = in_order(plan, rows, Path(folder), Nowhere()).write()[2]
-                assert losses is not None
-                return losses.divergence
-
             kept = None if store is None else store.folder / "plans.json"
-            plan, every = best_plan(lambda factors: make_plans(factors=factors), measure, method.tried_plans, kept=kept)
-            tried = tuple(TriedPlan(one.expected, one.measured) for one in every)
+            plan, tried = work.best_plan(make_plans, analyses, kept)
         else:
             plan = make_plans()[0]
-        config = config_of(plan)
+        config = work.config_of(plan)
         if shared:
             check_equal({"what layers are to become": config_to_json(config)})
         lineage = [*source.lineage, entry]
@@ -201,11 +141,14 @@ def compress(
         parts, losses = (), None
         with writer:
             if maps:
+                rows = None if calibration is None else calibration.rows
                 with _place_of_pass(store, "pass") as place:
-                    rows = None if calibration is None else calibration.rows
-                    figures, parts, losses = in_order(plan, rows, place, writer).write()
+                    done = work.in_order(
+                        plan, analyses, rows, place, writer, doing="compressing", on_layer=on_layer
+                    ).write()
+                figures, parts, losses = done
             else:
-                made = partial(compress_layer, config)
+                made = partial(work.compress_layer, plan, analyses)
                 figures = _write(source, config, indices, made, writer, progress, on_layer, shared=shared)
             written = writer.read_back()
             stored = (source.specs(), source.stored_bytes), (written.specs, written.stored_bytes)
@@ -213,7 +156,7 @@ def compress(
             reports = [
                 LayerReport(
                     layer=i,
-                    base=method.origin or Base(open_layer(i), base).origin,
+                    base=method.origin or work.base_of(work.open_layer(i)).origin,
                     bytes_before=old,
                     bytes_after=new,
                     **dataclasses.asdict(figures[i]),
@@ -224,163 +167,13 @@ def compress(
                 layers=tuple(reports),
                 parts=parts,
                 losses=losses,
-                tried=tried,
+                tried=tuple(TriedPlan(one.expected, one.measured) for one in tried),
                 bytes_before=before[-1],
                 bytes_after=after[-1],
                 calibration_tokens=(None if calibration is None else dict(calibration.sources)) or None,
             )
             writer.lineage[-1]["measured"] = report.to_json()
     return report
-
-
-# Seconds between two looks of the first process for messages of the others, while it waits for them.
-_LOOKS_EVERY = 0.5
-
-
-class Board:
-    """The progress of the work on layers, which the first process shows, also of those that other processes work on.
-
-    `in_turn` is called there for every layer, in order, with its result, as soon as the layers before it are done.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        layers: Sequence[int],
-        progress: Progress,
-        *,
-        in_turn: Callable[[int, Any], object] = lambda layer, found: None,
-        shared: bool,
-    ):
-        self._what, self._layers, self._in_turn = what, tuple(layers), in_turn
-        self._shared = shared and jax.process_count() > 1
-        self._shows = is_first_process() or not self._shared
-        self._progress = progress if self._shows else no_progress
-        self._found: dict[int, Any] = {}
-        self._shown = 0
-        self._progress(what, 0, len(layers))
-
-    def working(self, share: float) -> None:
-        """Reports what share of the next layer this process has done."""
-        self._hear()
-        self._progress(self._what, min(len(self._found) + share, len(self._layers)), len(self._layers))
-
-    def done(self, layer: int, found: Any) -> None:
-        """Reports a layer that is done. Its result is JSON-able if the work is shared."""
-        if self._shows:
-            self._hear()
-            self._put(layer, found)
-        else:
-            tell_first([self._what, layer, found])
-
-    def wait(self) -> None:
-        """Waits, in the first process, for the others, and shows their progress."""
-        while self._shows and self._shared and has_coordination() and len(self._found) < len(self._layers):
-            self._hear(_LOOKS_EVERY)
-
-    def complete(self, found: Mapping[int, Any]) -> None:
-        """Shows all layers that have not been shown yet."""
-        for layer in self._layers:
-            if self._shows and layer not in self._found:
-                self._put(layer, found[layer])
-
-    def _hear(self, seconds: float = 0.0) -> None:
-        for what, layer, found in news(seconds) if self._shared else ():
-            if what == self._what:
-                self._put(layer, found)
-
-    def _put(self, layer: int, found: Any) -> None:
-        self._found[layer] = found
-        self._progress(self._what, len(self._found), len(self._layers))
-        while self._shown < len(self._layers) and self._layers[self._shown] in self._found:
-            layer = self._layers[self._shown]
-            self._shown += 1
-            self._in_turn(layer, self._found[layer])
-
-
-class AnalysisStore:
-    """A context manager for the folder `.NAME.analysis`, a `Workplace` with a file for every analysed layer.
-
-    With several processes the first one makes and removes the folder, and all of them enter the block.
-    """
-
-    def __init__(self, dst: Path, job: Mapping[str, Any]):
-        self._work = Workplace(dst, job, suffix=ANALYSIS)
-
-    def __enter__(self) -> Self:
-        def begin() -> None:  # what it gives cannot be sent to other processes
-            self._work.__enter__()
-
-        first_decides(begin)
-        return self
-
-    @property
-    def folder(self) -> Path:
-        """The folder where analyses are kept."""
-        return self._work.folder
-
-    def known(self, layers: Iterable[int]) -> dict[int, Analysis]:
-        """The stored analyses of some layers; only the first process returns them, and then sends them to others."""
-        found = {i: self.get(i) for i in layers} if is_first_process() else {}
-        return {i: analysis for i, analysis in found.items() if analysis is not None}
-
-    def get(self, layer: int) -> Analysis | None:
-        """The analysis of a layer stored by this process, or an earlier one of the same job; else None."""
-        file = self._file(layer)
-        if not file.is_file():
-            return None
-        with np.load(file, allow_pickle=False) as arrays:
-            return dict(arrays)
-
-    def put(self, layer: int, analysis: Analysis) -> None:
-        """Stores the analysis of a layer, whole or not at all."""
-        with as_path(self._file(layer)).replacing() as file:
-            np.savez(file, allow_pickle=False, **analysis)
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if is_first_process():
-            if isinstance(error, InputError):
-                fail_together(2, str(error))  # at once: the folder that the others work in is about to be removed
-            self._work.__exit__(kind, error, traceback)
-
-    def _file(self, layer: int) -> Path:
-        return self._work.folder / f"{layer}.npz"
-
-
-def _analyse(
-    method: Method,
-    open_layer: Callable[[int], SourceLayer],
-    sizes: Mapping[int, int],
-    store: AnalysisStore | None,
-    progress: Progress,
-    *,
-    shared: bool,
-) -> dict[int, Analysis]:
-    """Returns the analyses of all layers, in every process."""
-    if type(method).analyse is Method.analyse:
-        return {i: {} for i in sizes}
-    analyses: dict[int, Analysis] = {} if store is None else store.known(sizes)
-    before = first_decides(lambda: sorted(analyses)) if shared else sorted(analyses)
-    owners = dealt({i: size for i, size in sizes.items() if i not in before})
-    board = Board("analysing", tuple(sizes), progress, shared=shared)
-    for i in sizes:
-        if i in before:
-            if is_first_process():
-                board.done(i, None)
-        elif not shared or owners[i] == jax.process_index():
-            analyses[i] = method.analyse(open_layer(i), board.working)
-            if store is not None and analyses[i]:
-                store.put(i, analyses[i])
-            board.done(i, None)
-    if not shared:
-        return analyses
-    board.wait()
-    arrays = gathered_arrays({f"{i}/{name}": array for i, one in analyses.items() for name, array in one.items()})
-    everywhere: dict[int, dict[str, np.ndarray]] = {i: {} for i in sizes}
-    for path, array in arrays.items():
-        layer, _, name = path.partition("/")
-        everywhere[int(layer)][name] = array
-    return {**everywhere}
 
 
 @contextlib.contextmanager
@@ -392,14 +185,14 @@ def _place_of_pass(store: AnalysisStore | None, name: str) -> Iterator[Path]:
         yield place
 
 
-def _rows_to_try(calibration: Calibration | None) -> CalibrationRows:
-    """Returns the rows on which plans are tried; raises `InputError` if there are none, or several processes."""
+def _analysed(work: PlanWork, options: Mapping[str, Any], store: AnalysisStore | None) -> MapAnalysis:
+    """Analyses the linear maps of a job on its text; raises `InputError` if there is none."""
+    calibration = work.calibration
     if calibration is None or calibration.rows is None:
-        raise InputError("--tries: plans are measured on a text; give one with --calibrate TEXT")
-    if jax.process_count() > 1:
-        raise InputError("--tries: plans are measured in one process")
-    rows = calibration.rows
-    return rows.first(max(1, MOST_TOKENS // rows.length))
+        raise InputError("this method looks at what linear maps do on a text: give one with --calibrate TEXT")
+    how: Any = {"mesh": make_mesh({"data": -1}, jax.local_devices()), "progress": work.progress}
+    with _place_of_pass(store, "maps") as place:
+        return analyse_maps(work.source, work.rest.maps, calibration.rows, place, options, **how)
 
 
 def _rest(source: ModelSource, maps: Sequence[LinearMap], indices: Sequence[int]) -> Rest:
@@ -411,17 +204,20 @@ def _rest(source: ModelSource, maps: Sequence[LinearMap], indices: Sequence[int]
         maps=maps,
         itemsizes={one.path: stored[one.leaf].dtype.itemsize for one in maps},
         fixed_bytes=count_bytes(fixed.values()) + LEAF_OVERHEAD * len(fixed),
-        weights=sum(spec.size for spec in stored.values()),
+        weights=count_parameters(stored.values()) + weights_in_linear_codes(source.config),
     )
 
 
-def linear_maps_of(config: ModelConfig, method: Method) -> list[LinearMap]:
+def linear_maps_of(config: ModelConfig, method: Method, *, extended: bool) -> list[LinearMap]:
     """Returns the linear maps outside the experts that a method compresses.
 
-    Raises `InputError` if it should, and there are none, or several processes share the work.
+    Raises `InputError` if it should, and there are none, or several processes share the work, or universal FFNs are to
+    become experts.
     """
     if method.part == "experts":
         return []
+    if extended:
+        raise InputError(f"--extended makes an expert of the universal FFN, which --of {method.part} codes where it is")
     if jax.process_count() > 1:
         raise InputError(f"--of {method.part} runs in one process: every layer is given what those before it give")
     return check_maps(config)
@@ -432,14 +228,7 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None, *, part: Of
 
     Raises `InputError` if the model has none of them, or has adapters.
     """
-    if part != "experts":
-        if layers is not None:
-            raise InputError(f"--layers are those whose experts are compressed, and --of {part} is for all layers")
-        if is_tuned(config):
-            raise InputError("the model has adapters, LoRA or NF4 kernels: compress its base, and adapt what comes out")
-        config.check_no_further("compression")
-        return config.moe_layers if part == "model" else ()
-    if not config.moe_layers:
+    if part == "experts" and not config.moe_layers:
         raise InputError(
             "the model is dense: it has no experts to compress; --method quantize --of model compresses the rest, and "
             "moe-jax upcycle makes an MoE of it"
@@ -447,8 +236,10 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None, *, part: Of
     config.check_no_further("compression")
     if is_tuned(config):
         raise InputError("the model has adapters, LoRA or NF4 kernels: compress its base, and adapt what comes out")
+    if layers is not None and part != "experts":
+        raise InputError(f"--layers are those whose experts are compressed, and --of {part} is for all layers")
     if layers is None:
-        return config.moe_layers
+        return () if part == "rest" else config.moe_layers
     chosen = sorted(set(layers))
     others = ", ".join(str(i) for i in chosen if i not in config.moe_layers)
     if others or not chosen:
@@ -467,7 +258,7 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
     some = [SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers]
     method.check(some)
-    method.check_model(some, _rest(source, linear_maps_of(source.config, method), layers))
+    method.check_model(some, _rest(source, linear_maps_of(source.config, method, extended=extended), layers))
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:

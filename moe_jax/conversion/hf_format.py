@@ -30,11 +30,10 @@ from moe_jax.model_io.in_memory import ModelInMemory
 from moe_jax.model_io.loading import FURTHER, check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.linear_codes import EMBEDDING, HEAD_KERNEL
 
 # A shared expert of zeros may be as narrow as possible.
 NARROWEST = 1
-
-_EMBEDDING, _HEAD = "embed/embedding", "lm_head/kernel"
 
 
 def exported_config(
@@ -245,8 +244,8 @@ class MergedModel:
             yield None, self._universal(path)
         elif path in self._stored:
             yield None, self._source.read(path)
-        elif path == _HEAD:  # of a format that has one for models that tie it, too
-            yield None, self._source.read(_EMBEDDING).T
+        elif path == HEAD_KERNEL:  # of a format that has one for models that tie it, too
+            yield None, self._source.read(EMBEDDING).T
         else:
             # Zeros do for a router among equal experts, and for the gate of a universal FFN of constant weight.
             yield None, self._zeros(path)
@@ -330,7 +329,7 @@ class MergedModel:
             path.replace("/universal/", "/experts/base/"),
             path.replace("/universal/", "/"),
             f"{path.partition('/mlp/')[0]}/attention_norm/scale",
-            _EMBEDDING,  # for the head
+            EMBEDDING,  # for the head
         )
         return np.dtype(next(self._stored[leaf].dtype for leaf in like if leaf in self._stored))
 

@@ -11,13 +11,12 @@ import numpy as np
 
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import DoesNotFit, cast
-from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.loading import check_leaves, layer_of, leaf_specs, may_be_cast, stacked_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter, ModelWriter, fingerprint_model
-from moe_jax.model_io.model_source import ModelSource, StoredLeaves
+from moe_jax.model_io.model_source import ChangedSource, ModelSource, StoredLeaves
 from moe_jax.model_io.tuned_base import LeavesOverBase, own_leaves
 from moe_jax.models import ModelConfig
 from moe_jax.models.config import DTYPES
@@ -99,29 +98,6 @@ class ModelInMemory:
         """Returns a SHA-256 of config and weights; a model directory with the same content has the same one."""
         leaves = fingerprint_leaves(self.specs(), lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
-
-
-def with_changes(source: ModelSource, config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> ModelInMemory:
-    """Returns the model with some leaves in the place of others, as its new config describes it.
-
-    Its other leaves are read from the source when they are asked for.
-    """
-    return ModelInMemory(config, _ChangedLeaves(source, config, leaves), path=source.path)
-
-
-class _ChangedLeaves:
-    """The leaves of such a model."""
-
-    def __init__(self, source: ModelSource, config: ModelConfig, leaves: Mapping[str, np.ndarray]):
-        self._source, self._leaves, stored = source, leaves, source.specs()
-        self.specs = LeavesInMemory(leaves).specs
-        self.specs |= {path: stored[path] for path in leaf_specs(config) if path in stored and path not in leaves}
-
-    def read(self, path: str) -> np.ndarray:
-        return self._leaves[path] if path in self._leaves else self._source.read(path)
-
-    def stored_bytes(self, path: str) -> int:
-        return count_bytes([self.specs[path]])
 
 
 class InMemory:
@@ -250,31 +226,14 @@ def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
     return [path for path in model.specs() if path in fresh.specs and differs(path)]
 
 
-class CastSource(ModelSource):
+class CastSource(ChangedSource):
     """Casts another source's leaves when they are read. Base, stored sizes and fingerprint are that source's."""
 
     def __init__(self, source: ModelSource, dtype: str):
         """Reads no weights yet; raises `InputError` unless `dtype` is float32, bfloat16 or float16."""
         check_member("dtype", dtype, DTYPES)
-        self.config = dataclasses.replace(source.config, dtype=dtype)
-        self._source = source
+        super().__init__(source, dataclasses.replace(source.config, dtype=dtype))
         self._dtype = jnp.dtype(dtype)
-
-    @property
-    def path(self) -> Path:
-        return self._source.path
-
-    @property
-    def tokenizer_files(self) -> tuple[Path, ...]:
-        return self._source.tokenizer_files
-
-    @property
-    def lineage(self) -> Sequence[dict[str, Any]]:
-        return self._source.lineage
-
-    @property
-    def base(self) -> ModelSource | None:
-        return self._source.base
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {
@@ -292,8 +251,22 @@ class CastSource(ModelSource):
         except DoesNotFit as error:
             raise InputError(f"{error}; choose another --dtype") from None
 
-    def stored_bytes(self, path: str) -> int:
-        return self._source.stored_bytes(path)
 
-    def fingerprint(self) -> str:
-        return self._source.fingerprint()
+class SourceWithLeaves(ChangedSource):
+    """A model with some leaves in the place of others, as a new config describes it."""
+
+    def __init__(self, source: ModelSource, config: ModelConfig, leaves: Mapping[str, np.ndarray]):
+        """Takes the new leaves; the others are read from the source when they are asked for."""
+        super().__init__(source, config)
+        self._leaves, stored = leaves, source.specs()
+        self._specs = LeavesInMemory(leaves).specs
+        self._specs |= {path: stored[path] for path in leaf_specs(config) if path in stored and path not in leaves}
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return self._specs
+
+    def read(self, path: str) -> np.ndarray:
+        return self._leaves[path] if path in self._leaves else self._source.read(path)
+
+    def stored_bytes(self, path: str) -> int:
+        return self._leaves[path].nbytes if path in self._leaves else self._source.stored_bytes(path)

@@ -54,6 +54,42 @@ class ModelSource(Protocol):
         ...
 
 
+class ChangedSource(ModelSource):
+    """Another source's model with some things changed. What a subclass does not change is as that source has it."""
+
+    def __init__(self, source: ModelSource, config: ModelConfig):
+        """Takes the config of the changed model."""
+        self.config, self._source = config, source
+
+    @property
+    def path(self) -> Path:
+        return self._source.path
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        return self._source.tokenizer_files
+
+    @property
+    def lineage(self) -> Sequence[dict[str, Any]]:
+        return self._source.lineage
+
+    @property
+    def base(self) -> ModelSource | None:
+        return self._source.base
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return self._source.specs()
+
+    def read(self, path: str) -> np.ndarray:
+        return self._source.read(path)
+
+    def stored_bytes(self, path: str) -> int:
+        return self._source.stored_bytes(path)
+
+    def fingerprint(self) -> str:
+        return self._source.fingerprint()
+
+
 class StoredLeaves(Protocol):
     """Leaves that can be read: the protocol of `LeafReader` (on disk) and `LeavesInMemory`."""
 

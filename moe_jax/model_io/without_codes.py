@@ -2,9 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +11,9 @@ from moe_jax.core.finite import cast
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms import Coded, Matrix
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.model_source import ChangedSource, ModelSource
 from moe_jax.models import ModelConfig
-from moe_jax.models.linear_codes import EMBED
-
-_EMBEDDING = f"{EMBED}/embedding"
+from moe_jax.models.linear_codes import EMBEDDING
 
 
 def has_linear_codes(config: ModelConfig) -> bool:
@@ -44,13 +39,13 @@ def without_codes(source: ModelSource) -> ModelSource:
     return _WithoutCodes(source) if has_linear_codes(source.config) else source
 
 
-class _WithoutCodes(ModelSource):
+class _WithoutCodes(ChangedSource):
     """Decodes kernels when they are read, in the dtype of their layer's norm, or of the one after the last layer."""
 
     def __init__(self, source: ModelSource):
         config = source.config
-        self.config = _whole(config)
-        self._source, self._stored = source, source.specs()
+        super().__init__(source, _whole(config))
+        self._stored = source.specs()
         self._forms: dict[str, Coded] = {path: one.form for one in config.codes for path in one.paths}
         for index, layer in enumerate(config.layers):
             self._forms |= {f"layers/{index}/{path}": one.form for one in layer.codes for path in one.paths}
@@ -59,22 +54,6 @@ class _WithoutCodes(ModelSource):
             for path, spec in leaf_specs(self.config).items()
         }
 
-    @property
-    def path(self) -> Path:
-        return self._source.path
-
-    @property
-    def tokenizer_files(self) -> tuple[Path, ...]:
-        return self._source.tokenizer_files
-
-    @property
-    def lineage(self) -> Sequence[dict[str, Any]]:
-        return self._source.lineage
-
-    @property
-    def base(self) -> ModelSource | None:
-        return self._source.base
-
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self._specs
 
@@ -82,19 +61,16 @@ class _WithoutCodes(ModelSource):
         if path in self._stored:
             return self._source.read(path)
         module, spec = path.rsplit("/", 1)[0], self._specs[path]
-        form, shape = self._forms[module], spec.shape[::-1] if path == _EMBEDDING else spec.shape
+        form, shape = self._forms[module], spec.shape[::-1] if path == EMBEDDING else spec.shape
         matrix = Matrix("", (shape[0], shape[1]))
         names = form.leaf_names(matrix)
         arrays = {name: jnp.asarray(self._source.read(f"{module}/{name}")) for name in names}
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             kernel = np.asarray(form.materialise(None, arrays, matrix))
-        return cast(path, kernel.T if path == _EMBEDDING else kernel, spec.dtype)
+        return cast(path, kernel.T if path == EMBEDDING else kernel, spec.dtype)
 
     def stored_bytes(self, path: str) -> int:
         return self._source.stored_bytes(path) if path in self._stored else count_bytes([self._specs[path]])
-
-    def fingerprint(self) -> str:
-        return self._source.fingerprint()
 
     def _dtype(self, path: str, default: np.dtype) -> np.dtype:
         prefix = "/".join(path.split("/")[:2]) if path.startswith("layers/") else "final_norm"

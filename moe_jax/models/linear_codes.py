@@ -10,6 +10,8 @@ from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels
 from moe_jax.experts.forms.quantized import Quantized
 
 EMBED, HEAD = "embed", "lm_head"
+EMBEDDING, HEAD_KERNEL = "embed/embedding", "lm_head/kernel"
+"""Modules of a model beside its layers, and the leaves of their kernels as long as these are whole."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

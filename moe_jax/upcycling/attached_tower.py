@@ -10,7 +10,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from moe_jax.checks.streamed_layers import EMBEDDING
 from moe_jax.conversion.hf_config import usual_processing
 from moe_jax.conversion.vision_formats.vision_format import without_final_norm
 from moe_jax.core.errors import InputError, shown
@@ -23,6 +22,7 @@ from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import TOWER, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, VisionConfig
+from moe_jax.models.linear_codes import EMBEDDING
 from moe_jax.nn.projector import make_projector, tokens_per_picture
 from moe_jax.upcycling.attach_spec import AttachSpec
 from moe_jax.upcycling.whitened_projector import features_in, whiten

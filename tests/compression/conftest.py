@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moe_jax.commands import cli
@@ -51,6 +52,13 @@ def text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("All the world is a stage, and all the men and women merely players. " * 10)
     return file
+
+
+@pytest.fixture
+def windows(text) -> np.ndarray:
+    """The text as token ids Int32[N, 32]."""
+    ids = np.frombuffer(text.read_bytes(), np.uint8)
+    return ids[: len(ids) // 32 * 32].reshape(-1, 32).astype(np.int32)
 
 
 @pytest.fixture

@@ -2,14 +2,11 @@
 
 import re
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import moe_jax
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration.coded_pass import CodedPass
-from tests.support.numerics import logits_of
+from tests.support.calibrated_codes import by_text, check_nearer, killed_and_continued, logits, mean_nll
 from tests.support.tiers import one_in
 
 CODES = ("--format", "compressed-tensors", "--parts", "model", "--bits", "4", "--group-size", "8")
@@ -18,20 +15,6 @@ LOSSES = r"the text of the calibration: (\d\.\d{4}) nats per token before, (\d\.
 
 def exported(model, out, *more) -> int:
     return main(["export", str(model), str(out), *CODES, *map(str, more)])
-
-
-def by_text(text, samples=6) -> tuple[str, ...]:
-    return "--calibrate", str(text), "--samples", str(samples), "--seq-len", "32"
-
-
-def logits(path, tokens) -> np.ndarray:
-    return np.asarray(logits_of(moe_jax.load(path).decoder, jnp.asarray(tokens)))
-
-
-@pytest.fixture
-def windows(text) -> np.ndarray:
-    ids = np.frombuffer(text.read_bytes(), np.uint8)
-    return ids[: len(ids) // 32 * 32].reshape(-1, 32).astype(np.int32)
 
 
 @one_in(2)
@@ -47,14 +30,11 @@ def test_outputs_change_less_and_the_losses_are_those_of_the_models(models, text
     whole, rounded, ours = (
         logits(path, windows) for path in (models["moe"], tmp_path / "rounded", tmp_path / "by_text")
     )
-    assert np.square(ours - whole).mean() < 0.8 * np.square(rounded - whole).mean()
+    check_nearer(whole, ours, rounded)
     found = re.search(LOSSES, said)
     assert found is not None, said
-    for stated, given in zip(found.groups(), (whole, ours), strict=True):
-        shifted = given[:, :-1].astype(np.float64)
-        told = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        nll = -np.take_along_axis(told, windows[:, 1:, None], -1).mean()
-        assert float(stated) == pytest.approx(nll, abs=2e-4)
+    stated = [float(one) for one in found.groups()]
+    assert stated == pytest.approx([mean_nll(whole, windows), mean_nll(ours, windows)], abs=2e-4)
 
 
 def test_experts_with_a_shared_base_are_merged_and_coded_once(models, text, windows, tmp_path, capfd):
@@ -62,7 +42,7 @@ def test_experts_with_a_shared_base_are_merged_and_coded_once(models, text, wind
     assert exported(small.path, tmp_path / "codes", *by_text(text)) == 0
     assert exported(small.path, tmp_path / "rounded") == 0
     whole, ours, rounded = (logits(path, windows) for path in (small.path, tmp_path / "codes", tmp_path / "rounded"))
-    assert np.square(ours - whole).mean() < 0.8 * np.square(rounded - whole).mean()
+    check_nearer(whole, ours, rounded)
 
 
 @one_in(3, first=1)
@@ -70,22 +50,12 @@ def test_experts_with_a_shared_base_are_merged_and_coded_once(models, text, wind
 def test_a_killed_job_goes_on(models, text, tmp_path, monkeypatch, layer, when):
     once, again = tmp_path / "once", tmp_path / "again"
     assert exported(models["moe"], once, *by_text(text)) == 0
-    whole = getattr(CodedPass, when)
 
-    def stop(self, given):
-        if self.next == layer:
-            raise OSError("as if the disk was full")
-        return whole(self, given)
+    def run(out):
+        return exported(models["moe"], out, *by_text(text))
 
-    monkeypatch.setattr(CodedPass, when, stop)
-    assert exported(models["moe"], again, *by_text(text)) != 0
-    assert not again.exists()
-    monkeypatch.undo()
-    done = []
-    begin = CodedPass.begin
-    monkeypatch.setattr(CodedPass, "begin", lambda self, i: (done.append(i), begin(self, i))[1])
-    assert exported(models["moe"], again, *by_text(text)) == 0
-    assert done == list(range(layer, 3))
+    begun = killed_and_continued(run, again, layer, when, monkeypatch)
+    assert begun == list(range(layer, 3))
     for file in once.glob("*.safetensors"):
         assert file.read_bytes() == (again / file.name).read_bytes()
     assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".")]

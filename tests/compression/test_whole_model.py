@@ -11,7 +11,6 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration.coded_pass import CodedPass
 from moe_jax.compression.linear_maps import linear_maps
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
@@ -19,8 +18,8 @@ from moe_jax.model_io.without_codes import without_codes
 from moe_jax.models import LinearCodes
 from moe_jax.training.program import initial_states, make_program
 from moe_jax.training.recipe import ModelSection
+from tests.support.calibrated_codes import by_text, check_nearer, killed_and_continued, logits, mean_nll
 from tests.support.dense_models import random_leaves, write_model
-from tests.support.numerics import logits_of
 from tests.support.tiers import long, one_in
 from tests.support.training_models import recipe_of
 
@@ -30,20 +29,6 @@ LOSSES = r"the calibration text: (\d\.\d{4}) nats per token before, (\d\.\d{4}) 
 
 def compressed(model, out, *more) -> int:
     return main(["compress", str(model), str(out), *CODES, *map(str, more)])
-
-
-def by_text(text, samples=6) -> tuple[str, ...]:
-    return "--calibrate", str(text), "--samples", str(samples), "--seq-len", "32"
-
-
-def logits(model, tokens) -> np.ndarray:
-    return np.asarray(logits_of(moe_jax.load(model).decoder, jnp.asarray(tokens)))
-
-
-@pytest.fixture
-def windows(text) -> np.ndarray:
-    ids = np.frombuffer(text.read_bytes(), np.uint8)
-    return ids[: len(ids) // 32 * 32].reshape(-1, 32).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +72,10 @@ def test_a_tied_table_is_coded_once(models, text, windows, tmp_path):
     model = write_model(tmp_path / "tied", tied, random_leaves(tied), dense.tokenizer_files)
     options = {"method": "quantize", "bits": 4, "group_size": 8, "of": "model"}
     rounded = moe_jax.compress(model, None, **options)
-    by_text = moe_jax.compress(model, None, calibrate=text, samples=len(windows), seq_len=32, **options)
-    assert [part.part for part in by_text.report.parts] == ["embedding", "attention", "dense"]
+    calibrated = moe_jax.compress(model, None, calibrate=text, samples=len(windows), seq_len=32, **options)
+    assert [part.part for part in calibrated.report.parts] == ["embedding", "attention", "dense"]
     whole = logits(model, windows)
-    errors = [np.square(np.asarray(one.decoder(windows).logits) - whole).mean() for one in (rounded, by_text)]
-    assert errors[1] < 0.8 * errors[0]
+    check_nearer(whole, *(np.asarray(one.decoder(windows).logits) for one in (calibrated, rounded)))
 
 
 @one_in(2)
@@ -101,14 +85,11 @@ def test_a_text_makes_outputs_change_less_and_the_losses_are_said(models, text, 
     assert compressed(models[model], tmp_path / "by_text", *by_text(text, len(windows))) == 0
     said = capfd.readouterr().out
     whole, rounded, ours = (logits(one, windows) for one in (models[model], tmp_path / "rounded", tmp_path / "by_text"))
-    assert np.square(ours - whole).mean() < 0.8 * np.square(rounded - whole).mean()
+    check_nearer(whole, ours, rounded)
     found = re.search(LOSSES, said)
     assert found is not None, said
-    for stated, given in zip(found.groups(), (whole, ours), strict=True):
-        shifted = given[:, :-1].astype(np.float64)
-        told = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        nll = -np.take_along_axis(told, windows[:, 1:, None], -1).mean()
-        assert float(stated) == pytest.approx(nll, abs=2e-4)
+    stated = [float(one) for one in found.groups()]
+    assert stated == pytest.approx([mean_nll(whole, windows), mean_nll(ours, windows)], abs=2e-4)
 
 
 @one_in(3, first=1)
@@ -116,22 +97,12 @@ def test_a_text_makes_outputs_change_less_and_the_losses_are_said(models, text, 
 def test_a_killed_job_goes_on(models, text, tmp_path, monkeypatch, layer, when):
     once, again = tmp_path / "once", tmp_path / "again"
     assert compressed(models["moe"], once, *by_text(text)) == 0
-    whole = getattr(CodedPass, when)
 
-    def stop(self, given):
-        if self.next == layer:
-            raise OSError("as if the disk was full")
-        return whole(self, given)
+    def run(out):
+        return compressed(models["moe"], out, *by_text(text))
 
-    monkeypatch.setattr(CodedPass, when, stop)
-    assert compressed(models["moe"], again, *by_text(text)) != 0
-    assert not again.exists()
-    monkeypatch.setattr(CodedPass, when, whole)
-    begun = []
-    begin = CodedPass.begin
-    monkeypatch.setattr(CodedPass, "begin", lambda self, layer: (begun.append(layer), begin(self, layer)))
-    assert compressed(models["moe"], again, *by_text(text)) == 0
-    assert begun[0] == layer
+    begun = killed_and_continued(run, again, layer, when, monkeypatch)
+    assert begun == list(range(layer, 3))
     assert moe_jax.load(once).source.fingerprint() == moe_jax.load(again).source.fingerprint()
 
 

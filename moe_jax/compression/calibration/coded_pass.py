@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moe_jax.checks.streamed_layers import apply_final_norm, head_leaves, output_logits, text_loss
+from moe_jax.checks.streamed_layers import apply_final_norm, head_leaves, output_logits
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
 from moe_jax.compression.calibration.expert_statistics import moments, squares, tokens_per_expert, total_weights
@@ -37,10 +37,11 @@ from moe_jax.core.errors import InputError
 from moe_jax.files.file_work import FileWorkplace
 from moe_jax.files.staging import ANALYSIS
 from moe_jax.files.storage_path import as_path
+from moe_jax.model_io.in_memory import SourceWithLeaves
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
+from moe_jax.models.linear_codes import HEAD_KERNEL
 
-_HEAD = "lm_head/kernel"
 _WHOLE, _CODED = 0, 1  # of the two models whose activations a file has
 
 
@@ -134,7 +135,7 @@ class CodedPass:
 
         The head's are known when all layers are finished.
         """
-        if path == _HEAD:
+        if path == HEAD_KERNEL:
             yield self.moment_of_head()
         elif self._experts is not None and "/experts/" in path:
             yield from moments(self._experts, _matrix(path))
@@ -202,10 +203,8 @@ class CodedPass:
 
         They are known after the last layer, given the head if that is in codes.
         """
-        whole = self._last_leaves()
-        return self._loss(_WHOLE, self._source.config, whole), self._loss(
-            _CODED, self._source.config, whole | dict(decoded)
-        )
+        before, after, _ = self.losses_of(SourceWithLeaves(self._source, self._source.config, decoded))
+        return before, after
 
     def losses_of(self, written: ModelSource) -> tuple[float, float, float]:
         """Returns `losses`, given a model with the head as it is stored now, and KL(p || q) of what the two predict."""
@@ -231,16 +230,6 @@ class CodedPass:
         before, after, divergence = (total / [scored, scored, counted]).tolist()
         return before, after, max(divergence, 0.0)
 
-    def _loss(self, model: int, config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> float:
-        @jax.jit
-        def of_window(leaves: Any, x: Array, targets: Array, weights: Array) -> Array:
-            return text_loss(config, leaves, x[None], targets[None], weights[None])
-
-        placed, total, states = jax.tree.map(jnp.asarray, dict(leaves)), 0.0, self._states(self.next)[model]
-        for x, targets, weights in zip(states, self._rows.targets, self._rows.weights, strict=True):
-            total += float(of_window(placed, np.asarray(x), targets, weights))
-        return total / max(float(self._rows.weights.sum()), 1.0)
-
     def moment_of_head(self) -> Float[np.ndarray, "d d"]:
         """Returns the second moment of what the head is given, a sum over tokens, when all layers are finished."""
         states = self._states(self.next)[_CODED]
@@ -253,11 +242,6 @@ class CodedPass:
         """Opens the inputs of a layer: of the whole model, and of the one in codes."""
         file = self.folder / f"states{layer % 2}.npy"
         return open_states(file, np.float32, self._states_shape if to_fill else None)
-
-
-def begin_pass(source: ModelSource, embedding: ModelSource | None, **how: Any) -> CodedPass:
-    """Begins a pass, or continues it; arguments as of `CodedPass`."""
-    return CodedPass(source, embedding=embedding, **how)
 
 
 def has_begun(folder: Path) -> bool:

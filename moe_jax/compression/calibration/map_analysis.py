@@ -24,7 +24,7 @@ from moe_jax.compression.linear_maps import LinearMap, coded_leaves, head_and_ro
 from moe_jax.compression.source_layer import check_weights
 from moe_jax.core.terminal import Progress
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.in_memory import with_changes
+from moe_jax.model_io.in_memory import SourceWithLeaves
 from moe_jax.model_io.model_source import ModelSource
 
 BITS = (2, 3, 4, 8)
@@ -190,7 +190,7 @@ def _sensitivities(
     outer: dict[str, ModelSource] = {}
     for one in (one for one in maps if one.layer is None):
         leaf, errors[-1, one.path] = in_codes(one, _coder(source, one, head))
-        outer[one.path] = with_changes(source, config, {one.leaf: leaf.astype(source.specs()[one.leaf].dtype)})
+        outer[one.path] = SourceWithLeaves(source, config, {one.leaf: leaf.astype(source.specs()[one.leaf].dtype)})
     heads = {path: model for path, model in outer.items() if path != "embed" or config.tie_embeddings}
     how: Any = {"mesh": mesh, "batch_size": batch_size, "progress": progress}
     found = divergences(source, rows, try_layer, counts, embedding=outer.get("embed"), heads=heads, **how)

@@ -13,10 +13,6 @@ Other than published: what is learnt together is an expert, not a whole block; a
 either end, beginning with a scale of least error and not with that of the largest entry; the rate begins with half of
 1 / steps; and the best is judged by tokens that are not learnt from, one in eight of the text. Those of the steps would
 flatter it, for there are more offsets than tokens.
-
-On eight experts of stories260K, tuned to another text, the held-out loss of 2, 3 and 4 bits rises by 0.137, 0.016 and
-0.004; with error feedback (`calibrated_codes`) by 0.193, 0.026 and 0.006; with the published rate by 0.129, 0.019 and
-0.008; begun with the codes of feedback by 0.129, 0.025 and 0.005.
 """
 
 from collections.abc import Callable, Mapping

@@ -136,6 +136,10 @@ class Allocate(AllocateOptions, Method):
     planned_centre_bits: ClassVar[int | None] = 4  # the middle of what it chooses from
     needs_sensitivities: ClassVar[bool] = True
 
+    @property
+    def tried_plans(self) -> int:
+        return self.tries
+
     @functools.cached_property
     def _budget(self) -> Budget:
         return Budget(target_bytes=self.target_bytes, budget_bits=self.budget_bits)

@@ -298,16 +298,26 @@ def check_removable(layers: Iterable[SourceLayer], keep: float) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class REAP(REAPOptions, Method):
-    """The method with the options `REAPOptions`."""
+class Removing(Method):
+    """A method that leaves the most salient experts, and as many outputs of the router."""
 
     layouts: ClassVar[tuple[AnyLayout, ...]] = (REMOVED,)
     origin: ClassVar[str | None] = NO_BASE
 
+    keep: float
+
     def check(self, layers: Sequence[SourceLayer]) -> None:
         check_removable(layers, self.keep)
         check_calibrated(layers)
+
+    def most_salient(self, saliency: Float[np.ndarray, " E"]) -> Int[np.ndarray, " G"]:
+        """Returns the experts that stay, ascending; of equally salient ones the first."""
+        return np.sort(np.argsort(-saliency, kind="stable")[: count_groups(len(saliency), self.keep)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class REAP(REAPOptions, Removing):
+    """The method with the options `REAPOptions`."""
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """`kept`: the experts that stay, ascending; `saliency` of all."""
@@ -318,8 +328,11 @@ class REAP(REAPOptions, Method):
             if self.criterion == "frequency"
             else weighted_output_norms(layer, tick)
         )
-        kept = np.sort(np.argsort(-saliency, kind="stable")[: count_groups(experts, self.keep)])
-        return {"kept": kept, "saliency": saliency, "seconds": np.asarray(time.monotonic() - began)}
+        return {
+            "kept": self.most_salient(saliency),
+            "saliency": saliency,
+            "seconds": np.asarray(time.monotonic() - began),
+        }
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         return {

@@ -127,7 +127,12 @@ class Method(MethodOptions, abc.ABC):
     @property
     def part(self) -> Of:
         """The part of the model that is compressed."""
-        return getattr(self, "of", "experts")
+        return "experts"
+
+    @property
+    def coder_options(self) -> Mapping[str, bool]:
+        """Options of the coders of linear maps, see `InOrder`; of a method that has some."""
+        return {}
 
     def linear_codes(self, maps: Sequence[LinearMap]) -> dict[str, LinearCodes]:
         """Returns the codes of linear maps outside the experts, by their paths; by default there are none."""
@@ -156,7 +161,7 @@ class Method(MethodOptions, abc.ABC):
     @property
     def tried_plans(self) -> int:
         """The most plans that are carried out on a few rows and measured before one is taken; 1: none is."""
-        return getattr(self, "tries", 1)
+        return 1
 
     def check_model(self, layers: Sequence[SourceLayer], rest: Rest) -> None:
         """Raises `InputError` if the options do not go with the model as a whole; as `check`, before any analysis."""

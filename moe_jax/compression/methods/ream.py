@@ -13,26 +13,24 @@ by their weights alone; and no layer sees the outputs of those before it that ar
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compression.calibration.expert_statistics import expert_outputs, statistics_of
-from moe_jax.compression.coding.storage import REMOVED, AnyLayout
 from moe_jax.compression.methods.fewer_experts import (
     Groups,
+    Removing,
     aligned_to_dominant,
-    check_removable,
     count_groups,
     merge_matrix,
     shares_of_groups,
     weighted_output_norms,
 )
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
+from moe_jax.compression.methods.interface import Analysis, Base, Tick
 from moe_jax.compression.methods.narrower import full_target, write_universal
 from moe_jax.compression.options.of_whole_experts import REAMOptions
-from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
+from moe_jax.compression.report import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.models import MoEConfig
 from moe_jax.models.moe_config import ROUTER_LEAVES_BY_EXPERT
@@ -41,21 +39,14 @@ MOST_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class REAM(REAMOptions, Method):
+class REAM(REAMOptions, Removing):
     """The method with the options `REAMOptions`."""
-
-    layouts: ClassVar[tuple[AnyLayout, ...]] = (REMOVED,)
-    origin: ClassVar[str | None] = NO_BASE
-
-    def check(self, layers: Sequence[SourceLayer]) -> None:
-        check_removable(layers, self.keep)
-        check_calibrated(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """`groups` of all experts, `dominant` ones, which stay, `weights` in groups, and aligned `permutations`."""
         began = time.monotonic()
         saliency = weighted_output_norms(layer, lambda share: tick(share / 2))
-        kept = np.sort(np.argsort(-saliency, kind="stable")[: count_groups(layer.moe.num_experts, self.keep)])
+        kept = self.most_salient(saliency)
         logits = statistics_of(layer).similarity[:, kept]
         groups = join_most_alike(kept, (logits + output_similarity(layer, kept)) / 2)
         return {

@@ -128,14 +128,26 @@ class OfLinearMaps:
     """
 
     of: Of
-    rest_bits: int | None
-    embedding_bits: int | None
+    rest_bits: int | None = None
+    embedding_bits: int | None = None
+    levels: Levels
+    feedback: bool = True
+
+    @property
+    def part(self) -> Of:
+        """The part of the model that is compressed."""
+        return self.of
+
+    @property
+    def coder_options(self) -> dict[str, bool]:
+        """Options of the coders of linear maps, see `LeastOutputError`."""
+        return {"even": self.levels == "even", "feedback": self.feedback}
 
     def check_of(self) -> None:
         """Raises `InputError` for a value out of range, or bits of what is not compressed."""
         check_member("of", self.of, get_args(Of))
         for name in ("rest_bits", "embedding_bits"):
-            bits = getattr(self, name, None)
+            bits = getattr(self, name)
             if bits is not None and bits not in BITS:
                 raise InputError(f"{name}={bits} must be one of {', '.join(map(str, BITS))}")
             if bits is not None and self.of == "experts":

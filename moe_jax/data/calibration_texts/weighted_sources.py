@@ -1,4 +1,4 @@
-"""CalibrationSources of a calibration, and which share of its samples each of them gives.
+"""The sources of a calibration, and which share of its samples each of them gives.
 
 A command names them in one word: `a.txt`, or `a.txt:2,chats.jsonl:1`, or the path of a TOML file that has the sources
 of a recipe (`[[sources]]`, with the keys of `SourceSection`). In place of a file stand `self`, what the model itself

@@ -244,7 +244,7 @@ class _Run:
         self, clock: _Clock, checkpoints: TrainingCheckpoints | None, progress: Progress
     ) -> tuple[Recovery, nnx.State]:
         """Runs the steps that are left, and returns what was won, and the best parameters."""
-        kept = _Kept.read(checkpoints, self._program, self._params) or self._begin()
+        kept = _Kept.read(checkpoints, self._program) or self._begin()
         clock.before = kept.seconds
         last, scored = int(kept.state.step), int(kept.state.step)
         state, steps, step_seconds = kept.state, last, 0.0
@@ -356,14 +356,12 @@ class _Kept:
     scoring_seconds: float = 0.0
 
     @classmethod
-    def read(cls, checkpoints: TrainingCheckpoints | None, program: Program, params: nnx.State) -> "_Kept | None":
-        """Reads the last checkpoint, whose parameters are in the dtypes of `params`; None: there is none."""
+    def read(cls, checkpoints: TrainingCheckpoints | None, program: Program) -> "_Kept | None":
+        """Reads the last checkpoint; None: there is none."""
         step = None if checkpoints is None else checkpoints.latest_step()
         if checkpoints is None or step is None:
             return None
-        # Scales of codes were loaded in float32, whatever the dtype in which a model has them.
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
-        arrays, extra = checkpoints.restore(step, {"state": program.state._replace(params=like), "best": like})
+        arrays, extra = checkpoints.restore(step, {"state": program.state, "best": program.state.params})
         scores = {name: Scores(*extra.pop(name)) for name in ("before", "after")}
         return cls(**arrays, **scores, **extra)
 

@@ -1,6 +1,7 @@
 """Plans are measured, and what is expected of their parts is corrected by that."""
 
 import json
+from types import MappingProxyType
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_the_best_measured_plan_is_taken_and_nothing_is_measured_twice(tmp_path)
         asked.append(by_plan[str(one.codes)])
         return measured[asked[-1]]
 
-    def make(factors):
+    def make(factors=MappingProxyType({})):
         assert all(factor > 0 for factor in factors.values())
         return [plans["c"]] if factors else [plans["a"], plans["b"], plans["c"]]
 

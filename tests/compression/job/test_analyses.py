@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from moe_jax.compression.stream import AnalysisStore
+from moe_jax.compression.analyses import AnalysisStore
 from moe_jax.core.errors import InputError
 
 JOB = {"options": {"keep": 0.25}}

@@ -2,17 +2,17 @@
 
 import pytest
 
-from moe_jax.compression import stream
-from moe_jax.compression.stream import Board
+from moe_jax.compression import board
+from moe_jax.compression.board import Board
 
 
 @pytest.fixture
 def said(monkeypatch) -> list:
     """What the other process of two says, one after another; this one is the first."""
     said: list = []
-    monkeypatch.setattr(stream.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(stream, "has_coordination", lambda: True)
-    monkeypatch.setattr(stream, "news", lambda seconds=0.0: [said.pop(0)] if said else [])
+    monkeypatch.setattr(board.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(board, "has_coordination", lambda: True)
+    monkeypatch.setattr(board, "news", lambda seconds=0.0: [said.pop(0)] if said else [])
     return said
 
 
@@ -47,9 +47,9 @@ def test_what_was_not_heard_is_shown_at_the_end(said):
 
 def test_the_other_process_shows_nothing_and_tells(monkeypatch):
     told = []
-    monkeypatch.setattr(stream.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(stream, "is_first_process", lambda: False)
-    monkeypatch.setattr(stream, "tell_first", told.append)
+    monkeypatch.setattr(board.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(board, "is_first_process", lambda: False)
+    monkeypatch.setattr(board, "tell_first", told.append)
     seen = Board("compressing", (0, 1), pytest.fail, in_turn=pytest.fail, shared=True)
     seen.working(0.5)
     seen.done(1, {"bytes": 3})

@@ -168,6 +168,9 @@ def test_extended_makes_the_universal_ffn_one_more_delta(bank, tmp_path):
         assert biases[-1].tobytes() == source.read(f"layers/1/mlp/universal/{name}/bias").tobytes()
     universal_bytes = sum(source.stored_bytes(p) for p in source.specs() if p.startswith("layers/1/mlp/universal/"))
     assert report.layers[0].bytes_before > universal_bytes
+    whole = make_method("quantize", {"bits": 4, "of": "model"})
+    with pytest.raises(InputError, match="universal FFN"):
+        compress(source, tmp_path / "whole", whole, extended=True, described={})
     # What is extended already stays so.
     compress(out, tmp_path / "again", SPARSIFY, extended=True, described={})
     assert SourceLayer(ModelDirectory(tmp_path / "again"), 1).num_experts == EXPERTS + 1
