@@ -4,7 +4,9 @@ import ctypes
 import json
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,7 @@ def k_quant(task: Task, target: Path, kind: str, *, draw: int | None) -> str:
     """
     import llama_cpp
 
+    llama_cpp.llama_log_set(_silent(), ctypes.c_void_p(0))
     given = llama_cpp.llama_model_quantize_default_params()
     given.ftype = FILE_TYPES[kind]
     kept = {} if draw is None else _importance(task, draw)
@@ -42,6 +45,14 @@ def k_quant(task: Task, target: Path, kind: str, *, draw: int | None) -> str:
     if llama_cpp.llama_model_quantize(str(task.gguf).encode(), str(target).encode(), ctypes.byref(given)):
         raise RefusedError(f"llama.cpp did not make {kind}")
     return f"llama-cpp-python {llama_cpp.__version__}"
+
+
+@cache
+def _silent() -> Any:
+    """What llama.cpp says goes nowhere; kept, for it is called later."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda *said: None)
 
 
 def _importance(task: Task, draw: int) -> dict[str, np.ndarray]:
