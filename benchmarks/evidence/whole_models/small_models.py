@@ -47,17 +47,17 @@ def stories_moe(data: Path, work: Path) -> Path:
 
 
 def llama_moe(data: Path, work: Path) -> Path:
-    """A Llama of 6 layers of d 256, from random weights, upcycled as 4 experts, top-2, and trained again; d and the
+    """A Llama of 4 layers of d 256, from random weights, upcycled as 4 experts, top-2, and trained again; d and the
     width of its FFNs, 768, are multiples of the blocks of all formats."""
     tokenizer = work / "tokenizer" / "tokenizer.json"
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
     write_whole(tokenizer, _byte_pairs(data))
     begun = f'config = {_quoted(RECIPES / "small_llama.json")}\ninit = "random"'
     how = f"tokenizer = {_quoted(tokenizer)}"
-    dense = _trained(data, work / "dense", begun, steps=1200, rate=3e-3, rows=16, tokenizer=how)
+    dense = _trained(data, work / "dense", begun, steps=300, rate=3e-3, rows=16, tokenizer=how)
     up = work / "upcycled"
     run("upcycle", dense, up, "--experts", 4, "--top-k", 2, "--every", 1)
-    return _trained(data, work / "run", f"path = {_quoted(up)}", steps=300, rate=1e-3, rows=16)
+    return _trained(data, work / "run", f"path = {_quoted(up)}", steps=200, rate=1e-3, rows=8)
 
 
 MADE: dict[str, Callable[[Path, Path], Path]] = {STORIES: stories_moe, LLAMA: llama_moe}
