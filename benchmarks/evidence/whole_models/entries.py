@@ -59,6 +59,10 @@ def _allocated(beside: str) -> Entry:
     return _ours(f"allocate, bytes of {beside}", "--method", "allocate", beside=beside)
 
 
+def _with_budget(bits: float) -> Entry:
+    return _ours(f"allocate, {bits:g} bits", "--method", "allocate", "--budget-bits", bits)
+
+
 def _tried(beside: str) -> Entry:
     label = f"allocate, {TRIES} tries, bytes of {beside}"
     return _ours(label, "--method", "allocate", "--tries", TRIES, beside=beside)
@@ -82,29 +86,22 @@ def _llm_compressor(label: str, method: str) -> Entry:
 
 
 ENTRIES = (
-    _k_quant("Q4_K_M", imatrix=False),
-    _k_quant("Q3_K_M", imatrix=False),
-    _k_quant("Q2_K", imatrix=False),
-    _llm_compressor(GPTQ, "gptq"),
+    *(_k_quant(kind, imatrix=False) for kind in KINDS),
     _quantized(4, None, "calibrated"),
-    _allocated("Q4_K_M"),
-    _k_quant("Q4_K_M", imatrix=True),
-    _k_quant("Q3_K_M", imatrix=True),
-    _k_quant("Q2_K", imatrix=True),
-    _allocated("Q3_K_M"),
-    _allocated("Q2_K"),
+    *(_allocated(kind) for kind in KINDS),
+    _llm_compressor(GPTQ, "gptq"),
     _allocated(GPTQ),
+    *(_k_quant(kind, imatrix=True) for kind in KINDS),
     _llm_compressor(AWQ, "awq"),
+    _allocated(AWQ),
     _quantized(3, None, "calibrated"),
     _quantized(2, None, "calibrated"),
     *(_quantized(bits, "", "rounded") for bits in (4, 3, 2)),
-    _allocated(AWQ),
-    _ours(f"allocate, {BUDGETS[0]:g} bits", "--method", "allocate", "--budget-bits", BUDGETS[0]),
-    _tried("Q4_K_M"),
+    _with_budget(BUDGETS[0]),
+    _tried(KINDS[0]),
     *(_quantized(bits, BUILT_IN, "calibrated with the built-in texts") for bits in (4, 3, 2)),
-    *(_ours(f"allocate, {bits:g} bits", "--method", "allocate", "--budget-bits", bits) for bits in BUDGETS[1:]),
-    _tried("Q3_K_M"),
-    _tried("Q2_K"),
+    *(_with_budget(bits) for bits in BUDGETS[1:]),
+    *(_tried(kind) for kind in KINDS[1:]),
 )
 BY_LABEL = {entry.label: entry for entry in ENTRIES}
 PEERS = tuple(entry for entry in ENTRIES if entry.whose != OURS)
