@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from scipy import stats
 
 import moe_jax
+from evidence import commands
 from evidence.stamp import Stamp
 from evidence.whole_models import study
 from evidence.whole_models.entries import ENTRIES, OURS, PEERS, WHOLE, size_of
@@ -19,7 +20,7 @@ from evidence.whole_models.scores import _figures
 from evidence.whole_models.small_models import TEXTS
 from evidence.whole_models.stored import stored_bytes
 from evidence.whole_models.study import MODELS, REFUSED, WholeModelsFile, do_entries
-from evidence.whole_models.task import DRAWS, Task
+from evidence.whole_models.task import DRAWS, RefusedError, Task
 
 STAMP = Stamp(commit="1" * 40, date="2026-11-29", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
 FOREVER = float("inf")
@@ -107,6 +108,16 @@ def test_it_stops_in_time_and_does_what_is_named(monkeypatch, results, tmp_path)
     assert _asked(monkeypatch, results, tmp_path, until=0.0) == ([], False)
     name = PEERS[0].label
     assert _asked(monkeypatch, results, tmp_path, only=[name]) == ([(WHOLE, 0), (name, 0)], True)
+
+
+def test_a_refusal_has_a_reason_without_paths_and_a_signal_has_none(monkeypatch, tmp_path):
+    task = Task("a", tmp_path / "model", tmp_path, tmp_path / "work")
+    with pytest.raises(RefusedError) as refused:
+        task.command("compress", task.model, task.work / "entry", "--method", "quantize", "--bits", 4)
+    assert "model" in str(refused.value) and str(tmp_path) not in str(refused.value)
+    monkeypatch.setattr(commands, "main", lambda words: 143)
+    with pytest.raises(SystemExit):
+        task.command("compress")
 
 
 def _scored(results, losses):

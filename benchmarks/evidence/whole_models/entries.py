@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from evidence.commands import run
 from evidence.whole_models.peers import k_quant, llm_compressor
 from evidence.whole_models.task import BUILT_IN, Task
 
@@ -42,7 +41,7 @@ def compress(task: Task, target: Path, draw: int, room: int, *, options: tuple[o
     """`moe-jax compress --of model`; without a text by `""`, with the one to calibrate with by None."""
     calibration = [] if text == "" else task.calibrated(draw, text)
     budget = ["--target-bytes", room] if room else []
-    run("compress", task.model, target, "--of", "model", *options, *budget, *calibration)
+    task.command("compress", task.model, target, "--of", "model", *options, *budget, *calibration)
     return ""
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from evidence.commands import run
 from evidence.whole_models.task import RefusedError, Task, group_size
 from moe_jax.conversion.gguf.gguf_types import FILE_TYPES
 from moe_jax.conversion.gguf.imatrix import read_imatrix
@@ -63,7 +62,7 @@ def _importance(task: Task, draw: int) -> dict[str, np.ndarray]:
     if not file.exists():
         beside = task.work / f"measured-{draw}.gguf"
         beside.unlink(missing_ok=True)
-        run(
+        task.command(
             *("export", task.model, beside, "--format", "gguf", "--gguf-type", _QUIET),
             *("--calibrate", task.text(draw), "--samples", sizes.samples, "--seq-len", sizes.seq_len),
             *("--save-imatrix", file),

@@ -88,7 +88,7 @@ def measured(task: Task, entry: Entry | None, draw: int, results: WholeModelsFil
     room = _room(task, entry, results)
     try:
         note = entry.make(task, target, draw, room)
-    except (RefusedError, SystemExit) as error:
+    except RefusedError as error:
         return {REFUSED: str(error)}
     seconds = round(time.monotonic() - start, 1)
     found = _sized(task, target) | {"seconds": seconds, "note": note} | ({"room": room} if room else {})

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import moe_jax
-from evidence.commands import run
+from evidence.commands import refusal
 from evidence.studies.corpus import write_whole
 from evidence.studies.texts import read_text
 from moe_jax.api.open_source import open_source
@@ -91,6 +91,18 @@ class Task:
         sizes = ["--samples", self.sizes.samples, "--seq-len", self.sizes.seq_len]
         return ["--calibrate", given, *sizes, "--calibration-seed", draw, "--calibration-dir", folder]
 
+    def command(self, *words: object) -> None:
+        """Runs a command, without what it prints.
+
+        Raises:
+          RefusedError: if it refuses, with its reason, in which there are no paths of this machine.
+          SystemExit: if it ends otherwise than well, without a reason: a signal ended it.
+        """
+        if (why := refusal(*words)) is not None:
+            for folder in (self.work, self.model, self.data):
+                why = why.replace(str(folder), folder.name)
+            raise RefusedError(why)
+
     def calibration_windows(self, draw: int) -> np.ndarray:
         """Int32[samples, seq_len]: the windows that `compress` draws of the text."""
         ids = moe_jax.load(self.model).tokenizer.encode(self.text().read_text("utf-8"))
@@ -101,7 +113,7 @@ class Task:
         """The model as a Hugging Face directory."""
         folder = self.work / "checkpoint"
         if not folder.exists():
-            run("export", self.model, folder)
+            self.command("export", self.model, folder)
         return folder
 
     @cached_property
@@ -109,7 +121,7 @@ class Task:
         """The model as a GGUF file, whole."""
         file = self.work / "whole.gguf"
         if not file.exists():
-            run("export", self.model, file, "--format", "gguf")
+            self.command("export", self.model, file, "--format", "gguf")
         return file
 
 
