@@ -15,7 +15,9 @@ from moe_jax.compression.coding.coder import ExpertCoder
 from moe_jax.core.code_options import TABLE_BITS
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms.kernel_of_codes import CodedLevels
 from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.without_codes import config_without_codes
 from moe_jax.models import LinearCodes, ModelConfig, RecurrentConfig
 from moe_jax.models.linear_codes import EMBED, EMBEDDING, HEAD, HEAD_KERNEL, joined_codes
 
@@ -71,6 +73,19 @@ def linear_maps(config: ModelConfig) -> list[LinearMap]:
                 part: Part = "dense" if match[2].startswith("mlp") else "attention"
                 found.append(LinearMap(path.removesuffix("/kernel"), spec.shape, part))
     return found + last
+
+
+def parts_of_leaves(config: ModelConfig) -> dict[str, Part]:
+    """Returns the part that every leaf of a linear map belongs to, by its path, whether it is whole or in codes."""
+    every = linear_maps(config_without_codes(config))
+    whole, coded = {one.leaf: one.part for one in every}, {one.path: one.part for one in every}
+    found: dict[str, Part] = {}
+    for path in leaf_specs(config):
+        module, in_codes, _ = path.partition(f"/{CodedLevels.folder}")
+        part = coded.get(module) if in_codes else whole.get(path)
+        if part is not None:
+            found[path] = part
+    return found
 
 
 def usual_codes(one: LinearMap, bits: int, options: Mapping[str, Any]) -> LinearCodes:

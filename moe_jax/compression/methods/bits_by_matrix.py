@@ -165,8 +165,7 @@ class Allocate(AllocateOptions, Method):
     def check_model(self, layers: Sequence[SourceLayer], rest: Rest) -> None:
         if not rest.maps:
             return
-        nothing = MapAnalysis(np.zeros((len(rest.maps), len(BITS))), np.zeros(len(rest.maps)))
-        smallest = self._smallest(layers) | map_candidates(rest, nothing, self.codes_of_maps)
+        smallest = self._smallest(layers) | self._without_errors(rest)
         least = sum(min(candidate.nbytes for candidate in some) for some in smallest.values())
         if least > self._room(rest):
             raise InputError(
@@ -176,13 +175,25 @@ class Allocate(AllocateOptions, Method):
                 f"of which {rest.fixed_bytes:,} bytes stay as they are"
             )
 
-    def _smallest(self, layers: Sequence[SourceLayer]) -> dict[int, list[Candidate]]:
-        """Candidates with the bytes of every choice of one format, and without errors."""
+    def _smallest(self, layers: Sequence[SourceLayer], formats: int = 1) -> dict[int, list[Candidate]]:
+        """Candidates with the bytes of every choice of the first formats, and without errors."""
         found = {}
         for layer in layers:
             no_errors = np.zeros((len(layer.shapes), len(self._choices)))
-            found[layer.index] = _alike(self._by_matrix(layer, no_errors, self._formats[:1]))
+            found[layer.index] = _alike(self._by_matrix(layer, no_errors, self._formats[:formats]))
         return found
+
+    def _without_errors(self, rest: Rest) -> dict[int, list[Candidate]]:
+        """Candidates of linear maps with the bytes of every choice, and without errors."""
+        nothing = MapAnalysis(np.zeros((len(rest.maps), len(BITS))), np.zeros(len(rest.maps)))
+        return map_candidates(rest, nothing, self.codes_of_maps)
+
+    def extreme_plans(self, layers: Sequence[SourceLayer], rest: Rest) -> tuple[Plan, Plan]:
+        candidates = self._smallest(layers, len(self._formats)) | self._without_errors(rest)
+        least, most = (
+            {key: end(some, key=lambda one: one.nbytes) for key, some in candidates.items()} for end in (min, max)
+        )
+        return self._plan(layers, rest, least), self._plan(layers, rest, most)
 
     @property
     def codes_of_maps(self) -> Mapping[str, Any]:
@@ -225,15 +236,20 @@ class Allocate(AllocateOptions, Method):
             by_map = [factors.get(one.part, 1.0) for one in rest.maps]
             analysis = rest.analysis._replace(sensitivities=rest.analysis.sensitivities * np.array(by_map))
             of_maps = map_candidates(rest, analysis, self.codes_of_maps)
-        found = []
-        for chosen in self._ways(layers, analyses, of_maps, room, factors.get(EXPERTS, 1.0)):
-            expected: dict[str, float] = {}
-            for key, candidate in chosen.items():
-                part = EXPERTS if key >= 0 else rest.maps[-1 - key].part
-                expected[part] = expected.get(part, 0.0) + candidate.error
-            codes = {rest.maps[-1 - key].path: chosen[key].choice for key in of_maps if chosen[key].choice is not None}
-            found.append(Plan(banks=self._banks(layers, chosen), codes=codes, expected=expected))
-        return found
+        ways = self._ways(layers, analyses, of_maps, room, factors.get(EXPERTS, 1.0))
+        return [self._plan(layers, rest, chosen) for chosen in ways]
+
+    def _plan(self, layers: Sequence[SourceLayer], rest: Rest, chosen: Mapping[int, Candidate]) -> Plan:
+        """The plan of these choices, under the keys of `ways`."""
+        expected: dict[str, float] = {}
+        codes = {}
+        for key, candidate in chosen.items():
+            one = rest.maps[-1 - key] if key < 0 else None
+            part = EXPERTS if one is None else one.part
+            expected[part] = expected.get(part, 0.0) + candidate.error
+            if one is not None and candidate.choice is not None:
+                codes[one.path] = candidate.choice
+        return Plan(banks=self._banks(layers, chosen), codes=codes, expected=expected)
 
     def _banks(self, layers: Sequence[SourceLayer], chosen: Mapping[int, Candidate]) -> dict[int, MoEConfig]:
         return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
