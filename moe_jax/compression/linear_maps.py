@@ -78,7 +78,8 @@ def linear_maps(config: ModelConfig) -> list[LinearMap]:
 def parts_of_leaves(config: ModelConfig) -> dict[str, Part]:
     """Returns the part that every leaf of a linear map belongs to, by its path, whether it is whole or in codes."""
     every = linear_maps(config_without_codes(config))
-    whole, coded = {one.leaf: one.part for one in every}, {one.path: one.part for one in every}
+    whole: dict[str, Part] = {one.leaf: one.part for one in every}
+    coded: dict[str, Part] = {one.path: one.part for one in every}
     found: dict[str, Part] = {}
     for path in leaf_specs(config):
         module, in_codes, _ = path.partition(f"/{CodedLevels.folder}")
@@ -116,7 +117,11 @@ def check_maps(config: ModelConfig) -> list[LinearMap]:
     config.check_no_tower("a model whose linear maps are put in codes")
     maps = linear_maps(config)
     if not maps:
-        raise InputError("all linear maps of the model are in codes already: there is nothing left to compress")
+        again = ", but for its experts, which --of experts compresses again" if config.moe_layers else ""
+        raise InputError(
+            f"all linear maps of the model are in codes already: there is nothing left to compress{again}; other codes "
+            "are made from the model that these were made from"
+        )
     return maps
 
 

@@ -219,6 +219,7 @@ class Report:
       losses: of the calibration text, where it was run through the layers as they were compressed; else None.
       tried: plans that were tried before the best one was carried out.
       bytes_before, bytes_after: of all weights, on the disk if the model is there.
+      earlier: compressions of the model before this one, in words (`options.in_words`).
       calibration_tokens: number of tokens of every source of the calibration, by its name; None: there was none.
       recovery: None: nothing was tuned after the compression.
     """
@@ -229,6 +230,7 @@ class Report:
     tried: tuple[TriedPlan, ...] = ()
     bytes_before: int
     bytes_after: int
+    earlier: tuple[str, ...] = ()
     calibration_tokens: Mapping[str, int] | None = None
     recovery: Recovery | None = None
 
@@ -288,6 +290,7 @@ class Report:
         made["layers"] = tuple(LayerReport.from_note(layer) for layer in fields["layers"])
         made["parts"] = tuple(PartReport(**part) for part in fields.get("parts", ()))
         made["losses"] = Losses(**fields["losses"]) if "losses" in fields else None
+        made["earlier"] = tuple(fields.get("earlier", ()))
         return cls(**made, calibration_tokens=fields.get("calibration_tokens"))
 
     def to_json(self) -> dict[str, Any]:
@@ -300,6 +303,7 @@ class Report:
             "bytes_after": self.bytes_after,
             **({} if self.calibration_tokens is None else {"calibration_tokens": dict(self.calibration_tokens)}),
             "warnings": list(self.warnings),
+            **({} if not self.earlier else {"earlier": list(self.earlier)}),
             **({} if not self.parts else {"parts": [dataclasses.asdict(part) for part in self.parts]}),
             **({} if self.losses is None else {"losses": self.losses._asdict()}),
             **({} if not self.tried else {"tried": [one._asdict() for one in self.tried]}),

@@ -21,6 +21,7 @@ from moe_jax.compression.linear_maps import LinearMap, check_maps
 from moe_jax.compression.measured_plans import Tried
 from moe_jax.compression.methods.interface import Method, Rest, check_base
 from moe_jax.compression.options.in_common import Of
+from moe_jax.compression.options.in_words import compressions_of
 from moe_jax.compression.part_report import TriedPlan
 from moe_jax.compression.plan_work import PlanWork
 from moe_jax.compression.report import LayerFigures, LayerReport, Report
@@ -168,6 +169,7 @@ def compress(
                 tried=tuple(TriedPlan(one.expected, one.measured) for one in tried),
                 bytes_before=before[-1],
                 bytes_after=after[-1],
+                earlier=compressions_of(source.lineage),
                 calibration_tokens=(None if calibration is None else dict(calibration.sources)) or None,
             )
             writer.lineage[-1]["measured"] = report.to_json()

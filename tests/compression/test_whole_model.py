@@ -11,6 +11,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.commands.cli import main
+from moe_jax.compression import Report
 from moe_jax.compression.linear_maps import linear_maps
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
@@ -117,6 +118,8 @@ def test_the_rest_alone_keeps_experts_of_any_kind(models, text, windows, tmp_pat
     before, after = logits(small.path, windows), logits(both.path, windows)
     assert np.square(after - before).mean() < 0.2 * np.square(before).mean()
     assert not both.report.layers
+    assert both.report.earlier == (f"ders-quantize --bits 4 --group-size 8, of {models['one']}",)
+    assert Report.from_json(both.report.to_json()).earlier == both.report.earlier
     with pytest.raises(InputError, match="in codes already"):
         moe_jax.compress(both.path, None, **options)
 
