@@ -139,7 +139,7 @@ def total_weights(layer: SourceLayer) -> Iterator[float]:
 
 def _sums(layer: SourceLayer, rows: LayerRows, of_what: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Yields the weighted sums over tokens of `x x^T`, or for a shape [i] of the squares of x."""
-    add, read = (_add, mirrored) if len(shape) == 2 else (_add_squares, np.asarray)
+    add, finish = (_add, mirrored) if len(shape) == 2 else (_add_squares, lambda total: total)
     given: Iterator[Callable[[Array], Array]] = itertools.repeat(lambda x: x, layer.num_experts)
     if of_what == "hidden":
         given = _functions(layer, ffn_hidden, [name for name in layer.shapes if name != "down"])
@@ -149,7 +149,10 @@ def _sums(layer: SourceLayer, rows: LayerRows, of_what: str, shape: tuple[int, .
         for part, x in _parts(rows, index):
             some = np.pad(weights[part], (0, _CHUNK - (part.stop - part.start)))
             total = add(total, function(x), jnp.asarray(some))
-        yield read(total)
+        found = np.asarray(finish(total))
+        del total  # moments are large: none stays while the next one is made
+        yield found
+        del found
 
 
 def expert_outputs(layer: SourceLayer) -> Iterator[Outputs]:

@@ -1,7 +1,9 @@
 """Products with symmetric matrices, as second moments are: of what is mirrored in the diagonal, half is computed."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 # Rows that are multiplied at once, of which what is left of their block on the diagonal is left out.
@@ -16,13 +18,13 @@ def add_squares(total: Float[Array, "i i"], x: Float[Array, "n i"]) -> Float[Arr
     return total
 
 
-def mirrored(total: Float[Array, "i i"]) -> Float[np.ndarray, "i i"]:
-    """Returns a sum of `add_squares` as a whole, on the host."""
-    whole = np.array(total)
-    for start in range(0, len(whole), _ROWS):
+@partial(jax.jit, donate_argnums=0)
+def mirrored(total: Float[Array, "i i"]) -> Float[Array, "i i"]:
+    """Fills in what `add_squares` left out."""
+    for start in range(0, len(total), _ROWS):
         end = start + _ROWS
-        whole[end:, start:end] = whole[start:end, end:].T
-    return whole
+        total = total.at[end:, start:end].set(total[start:end, end:].T)
+    return total
 
 
 def weighed_squares(moment: Float[Array, "i i"], part: Float[Array, "i o"]) -> Float[Array, ""]:

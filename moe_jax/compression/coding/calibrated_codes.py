@@ -103,6 +103,12 @@ def code_each_row(
     return errors, codes.reshape(rows.shape)
 
 
+def _shares(factor: Float[Array, "i i"], diagonal: Float[Array, " i"], start: Array, size: int) -> Float[Array, "i s"]:
+    """R_jq / R_qq for so many q; of all of them they would be as large as R."""
+    some, own = (lax.dynamic_slice_in_dim(one, start, size, axis=-1) for one in (factor, diagonal))
+    return some / own
+
+
 def reached_targets(
     own: Float[Array, "s o"], shares: Float[Array, "i s"], errors: Float[Array, "i o"], start: Array
 ) -> Float[Array, "s o"]:
@@ -158,7 +164,11 @@ def quantize_with_feedback(
     kernel = jnp.pad(kernel, ((0, padding), (0, 0)))
     diagonal = jnp.diagonal(factor)
     weights = jnp.pad((diagonal / jnp.max(diagonal)) ** 2, (0, padding))[:, None]
-    shares = jnp.pad(factor / diagonal, ((0, padding), (0, padding)))
+    if padding:
+        factor, diagonal = (
+            jnp.pad(factor, ((0, padding), (0, padding))),
+            jnp.pad(diagonal, (0, padding), constant_values=1),
+        )
     levels = None
     if table:
         by_group = (1, -1, width) if group_size is None else (-1, size, width)
@@ -178,7 +188,7 @@ def quantize_with_feedback(
     common = choose(kernel[None], weights[None], whole=True) if group_size is None else None
 
     def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Grid]]:
-        shares_of_group = lax.dynamic_slice_in_dim(shares, start, size, axis=1)
+        shares_of_group = _shares(factor, diagonal, start, size)
         own = lax.dynamic_slice_in_dim(kernel, start, size)
         targets = reached_targets(own, shares_of_group, errors, start)
         group_weights = lax.dynamic_slice_in_dim(weights, start, size)
@@ -254,10 +264,11 @@ def quantize_in_order(
     of_rows = jax.tree.map(by_row, grid._replace(table=None))
     more = -rows % _ROWS_AT_ONCE  # rows without weight, which have no part in the errors of others
     ordered = jnp.pad(kernel[order], ((0, more), (0, 0)))
-    shares = jnp.pad(factor / diagonal, ((0, more), (0, more)))
+    if more:
+        factor, diagonal = jnp.pad(factor, ((0, more), (0, more))), jnp.pad(diagonal, (0, more), constant_values=1)
 
     def code_rows(errors: Float[Array, "n o"], start: Array) -> tuple[Float[Array, "n o"], Array]:
-        shares_of_part = lax.dynamic_slice_in_dim(shares, start, _ROWS_AT_ONCE, axis=1)
+        shares_of_part = _shares(factor, diagonal, start, _ROWS_AT_ONCE)
         own = lax.dynamic_slice_in_dim(ordered, start, _ROWS_AT_ONCE)
         targets = reached_targets(own, shares_of_part, errors, start)
         within = lax.dynamic_slice_in_dim(shares_of_part, start, _ROWS_AT_ONCE)
