@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.compression.calibration.expert_statistics import BACKGROUND
+from moe_jax.compression.calibration.symmetric import weighed_squares
 from moe_jax.compression.part_report import Losses, PartReport, TriedPlan, root_ratio
 from moe_jax.compression.recovery_figures import Recovery
 from moe_jax.core.formatting import show_bytes
@@ -170,7 +171,7 @@ def _output_sums(
     """tr(W^T H W) and tr(E^T H E)."""
     kernel = kernel.astype(jnp.float32)
     error = kernel - base.astype(jnp.float32) - approximation
-    return jnp.stack([jnp.sum(part * (moment @ part)) for part in (kernel, error)])
+    return jnp.stack([weighed_squares(moment, part) for part in (kernel, error)])
 
 
 DENSE = "dense model"

@@ -44,7 +44,7 @@ def grouped_matmul(
 
     Args:
       lhs: rows sorted by group.
-      rhs: one kernel per group, of the dtype of `lhs`.
+      rhs: one kernel per group, which takes part in the dtype of `lhs`; on a CPU no more than a tile of it is cast.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
       backend: `auto`, or a key of `BACKENDS`.
     """
@@ -59,7 +59,7 @@ def _backward(backend: str, residuals: tuple[Array, Array, Array], dout: Array) 
     lhs, rhs, group_sizes = residuals
     dlhs = _choose("transposed", backend)(dout, rhs, group_sizes)
     drhs = _choose("outer", backend)(lhs, dout, group_sizes)
-    return dlhs, drhs, None
+    return dlhs, drhs.astype(rhs.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -287,15 +287,22 @@ BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
 }
 
 
+def _of_backend(operation: str, backend: str) -> Callable[..., Array]:
+    product = BACKENDS[backend][operation]
+    if backend == "blocked":
+        return product
+    return lambda lhs, rhs, group_sizes: product(lhs, rhs.astype(lhs.dtype), group_sizes)
+
+
 def _choose(operation: str, backend: str) -> Callable[..., Array]:
     if backend != "auto":
-        return BACKENDS[backend][operation]
+        return _of_backend(operation, backend)
     choose: Any = partial(
         lax.platform_dependent,
-        cpu=BACKENDS["blocked"][operation],
-        cuda=BACKENDS["gpu"][operation],
-        tpu=BACKENDS["tpu" if one_device() else "ragged_dot"][operation],
-        default=BACKENDS["ragged_dot"][operation],
+        cpu=_of_backend(operation, "blocked"),
+        cuda=_of_backend(operation, "gpu"),
+        tpu=_of_backend(operation, "tpu" if one_device() else "ragged_dot"),
+        default=_of_backend(operation, "ragged_dot"),
     )
     # `ragged_dot` and most kernels cannot be batched; under `jax.vmap` one product comes after the other.
     return sequential_vmap(choose)

@@ -121,6 +121,22 @@ def test_bfloat16_is_within_its_rounding():
         np.testing.assert_allclose(got.astype(jnp.float32), exact, atol=0.02 * float(jnp.max(jnp.abs(exact))))
 
 
+def test_kernels_in_fewer_bits_are_cast_a_tile_at_a_time():
+    """Values and gradients are those of kernels that were cast before, and no cast one is in memory as a whole."""
+    random = np.random.default_rng(3)
+    lhs, weight = (jnp.asarray(random.standard_normal((40, 64)), jnp.float32) for _ in range(2))
+    stored = jnp.asarray(random.standard_normal((3, 64, 64)), jnp.bfloat16)
+    group_sizes = jnp.array([7, 0, 33], jnp.int32)
+    narrow, wide = (values_and_gradients("auto", lhs, rhs, group_sizes, weight)
+                    for rhs in (stored, stored.astype(jnp.float32)))  # fmt: skip
+    for ours, expected in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide), strict=True):
+        np.testing.assert_array_equal(ours, expected.astype(ours.dtype))
+    large = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16)
+    arguments = jax.ShapeDtypeStruct((64, 512), jnp.float32), large, jax.ShapeDtypeStruct((8,), jnp.int32)
+    memory = jax.jit(grouped_matmul).lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < large.size * jnp.dtype(jnp.float32).itemsize / 2
+
+
 def test_cpu_program_does_not_multiply_the_arithmetic():
     """XLA:CPU's own lowering of ragged_dot does E times the work; the seam must not fall back to it."""
     lhs, rhs = jnp.ones((256, 32)), jnp.ones((8, 32, 16))

@@ -191,8 +191,9 @@ def expert_coders(
     if not layer.knows_inputs:
         yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
         return
-    for moment in _moments(layer, name, permutations):
-        yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
+    # A map keeps no moment, which is large, while the next one is made.
+    how: Any = {"fit": fit, "feedback": feedback, "even": even}
+    yield from map(functools.partial(LeastOutputError, **how), _moments(layer, name, permutations))
 
 
 def shared_base_coder(
@@ -210,6 +211,7 @@ def shared_base_coder(
     moment = next(every).copy()
     for own in every:
         moment += own
+        del own  # as large as the sum
     return LeastOutputError(moment, feedback=feedback, even=even)
 
 
@@ -228,8 +230,7 @@ def _moments(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
 ) -> Iterator[Float[np.ndarray, "i i"]]:
     """The moments of `moments`, with neurons in the given order."""
-    for expert, moment in enumerate(moments(layer, name)):
-        if name == "down" and permutations is not None:
-            order = permutations[expert]
-            moment = moment[np.ix_(order, order)]
-        yield moment
+    every = moments(layer, name)
+    if name != "down" or permutations is None:
+        return every
+    return map(lambda moment, order: moment[np.ix_(order, order)], every, permutations)

@@ -300,13 +300,16 @@ def code_residuals(
         stored, stacked, figures = None if base is None else store(base), {}, measure()
         wide = np.zeros((), np.float32) if stored is None else stored.kernel.astype(np.float32, copy=False)
         total = np.float32(0)
-        for expert, (kernel, coder) in enumerate(zip(kernels(), coders(), strict=True)):
+        next_coder = iter(coders()).__next__
+        for expert, kernel in enumerate(kernels()):
+            coder = next_coder()
             residual = Residual(kernel.astype(np.float32, copy=False) - wide, dtype, None if stored is None else wide)
             leaves, approximation = encode(expert, residual, coder)
             _stack(stacked, leaves, expert, num_experts)
             figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, coder.moment)
             if refit < refits:
                 total = total + (kernel.astype(np.float32, copy=False) - np.asarray(approximation))
+            del coder  # with its moment, which is large, before the next one is made
         found = Coded(stored, stacked, figures)
         before = np.inf if best is None else best.measure.squared_error
         if figures.squared_error < before or best is None:

@@ -151,7 +151,7 @@ def errors_of_choices(
     shared = shared_base_coder(layer, name, permutations) if ranks else LeastError()
     of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
     errors = np.zeros((layer.num_experts, len(choices)))
-    coders = expert_coders(layer, name, permutations)
+    next_coder = expert_coders(layer, name, permutations).__next__
 
     def of_expert(own: np.ndarray, whole: np.ndarray, coder: LeastError | LeastOutputError) -> float:
         """Fills in the errors of an expert, and returns the square of its outputs."""
@@ -173,10 +173,12 @@ def errors_of_choices(
 
     # Small programs leave cores idle: two experts are tried at a time, unless what is known of their inputs is large.
     at_a_time = 2 if layer.shapes[name][0] <= _MOST_INPUTS_OF_TWO else 1
-    norm, every = 0.0, zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True)
+    norm, every = 0.0, zip(errors, aligned_kernels(layer, name, permutations), strict=True)
     with ThreadPoolExecutor(at_a_time) as threads:
         while some := list(itertools.islice(every, at_a_time)):
-            norm += sum(threads.map(of_expert, *zip(*some, strict=True)))
+            coders = [next_coder() for _ in some]
+            norm += sum(threads.map(of_expert, *zip(*some, strict=True), coders))
+            del coders  # with their moments, which are large, before the next ones are made
     return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 

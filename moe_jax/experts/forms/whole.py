@@ -80,7 +80,11 @@ class Full(FullOptions, Storable, CostModel, MadeInPallas, KernelForm):
     def grouped(
         self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, part: Part | None = None
     ) -> Rows:
-        return grouped_matmul(rows, arrays["kernel"].astype(rows.dtype), group_sizes)
+        kernel = arrays["kernel"]
+        # What is stored in fewer bits is cast by the product: on a CPU a tile at a time, and not all experts at once.
+        if kernel.dtype.itemsize >= rows.dtype.itemsize:
+            kernel = kernel.astype(rows.dtype)
+        return grouped_matmul(rows, kernel, group_sizes)
 
 
 _FOLDER = "lora/"
