@@ -32,14 +32,6 @@ def compressed(model, out, *more) -> int:
     return main(["compress", str(model), str(out), *CODES, *map(str, more)])
 
 
-@pytest.fixture(scope="module")
-def coded(models, tmp_path_factory):
-    """`moe` with everything in codes of 4 bits."""
-    out = tmp_path_factory.mktemp("coded") / "model"
-    moe_jax.compress(models["moe"], out, method="quantize", bits=4, group_size=8, of="model", zero_points=True)
-    return out
-
-
 def test_a_model_in_codes_is_its_decoded_self_and_its_scales_learn(coded, windows, tmp_path):
     ours = logits(coded, windows)
     source = moe_jax.load(coded).source
