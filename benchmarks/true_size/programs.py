@@ -20,7 +20,7 @@ from moe_jax.compression.calibration import expert_statistics
 from moe_jax.compression.coding import factorization, learnt_rounding
 from moe_jax.compression.coding.calibrated_codes import quantize_with_feedback
 from moe_jax.compression.methods import choices, mobe
-from moe_jax.compression.report import _output_sums
+from moe_jax.compression.report import _output_sum
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.experts.forms import MixtureOfBases, Quantized
 from moe_jax.models import FFNConfig
@@ -74,9 +74,9 @@ def programs() -> Iterator[Program]:
             (array(width, other), array(width, width)), width**2 * other,
         )  # fmt: skip
         yield Program(
-            "all with a text", f"error of the outputs of {name}", E * matrices, _output_sums,
+            "all with a text", f"error of the outputs of {name}", 2 * E * matrices, _output_sum,
             (array(width, other, dtype=jnp.bfloat16), array(1, 1), array(width, other), array(width, width)),
-            2 * width**2 * other,
+            width**2 * other,
         )  # fmt: skip
         tried = len([bits for _, bits in choices.CHOICES])
         yield Program(

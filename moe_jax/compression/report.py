@@ -105,7 +105,11 @@ class Measure:
         columns, unit = _column_sums(kernel, base, approximation)
         self._sums[expert] += np.asarray(columns, np.float64).sum(axis=1) * float(unit) ** 2
         if moment is not None:
-            self._outputs += np.asarray(_output_sums(kernel, base, approximation, moment), np.float64)
+            nothing = np.zeros((1, 1), np.float32)
+            self._outputs += [
+                float(_output_sum(kernel, nothing, nothing, moment)),
+                float(_output_sum(kernel, base, approximation, moment)),
+            ]
 
     @property
     def squared_error(self) -> float:
@@ -162,16 +166,15 @@ def _column_sums(
 
 
 @jax.jit
-def _output_sums(
+def _output_sum(
     kernel: Float[Array, "i o"],
     base: Float[Array, "#i #o"],
-    approximation: Float[Array, "i o"],
+    approximation: Float[Array, "#i #o"],
     moment: Float[Array, "i i"],
-) -> Float[Array, "2"]:
-    """tr(W^T H W) and tr(E^T H E)."""
-    kernel = kernel.astype(jnp.float32)
-    error = kernel - base.astype(jnp.float32) - approximation
-    return jnp.stack([weighed_squares(moment, part) for part in (kernel, error)])
+) -> Float[Array, ""]:
+    """tr(E^T H E) for what base and approximation leave of a kernel."""
+    error = kernel.astype(jnp.float32) - base.astype(jnp.float32) - approximation
+    return weighed_squares(moment, error)
 
 
 DENSE = "dense model"

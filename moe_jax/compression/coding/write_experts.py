@@ -306,10 +306,12 @@ def code_residuals(
             residual = Residual(kernel.astype(np.float32, copy=False) - wide, dtype, None if stored is None else wide)
             leaves, approximation = encode(expert, residual, coder)
             _stack(stacked, leaves, expert, num_experts)
-            figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, coder.moment)
+            moment = coder.moment
+            del coder  # with the factor of its moment, which is as large
+            figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, moment)
+            del moment  # before the next one is made
             if refit < refits:
                 total = total + (kernel.astype(np.float32, copy=False) - np.asarray(approximation))
-            del coder  # with its moment, which is large, before the next one is made
         found = Coded(stored, stacked, figures)
         before = np.inf if best is None else best.measure.squared_error
         if figures.squared_error < before or best is None:
