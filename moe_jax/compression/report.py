@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.compression.calibration.expert_statistics import BACKGROUND
-from moe_jax.compression.calibration.symmetric import weighed_squares
+from moe_jax.compression.coding.half_products import weighed_squares
 from moe_jax.compression.part_report import Losses, PartReport, TriedPlan, root_ratio
 from moe_jax.compression.recovery_figures import Recovery
 from moe_jax.core.formatting import show_bytes
@@ -106,10 +106,9 @@ class Measure:
         self._sums[expert] += np.asarray(columns, np.float64).sum(axis=1) * float(unit) ** 2
         if moment is not None:
             nothing = np.zeros((1, 1), np.float32)
-            self._outputs += [
-                float(_output_sum(kernel, nothing, nothing, moment)),
-                float(_output_sum(kernel, base, approximation, moment)),
-            ]
+            for number, left_out in enumerate(((nothing, nothing), (base, approximation))):
+                columns = _output_sums(kernel, *left_out, moment)
+                self._outputs[number] += np.sum(np.asarray(columns), dtype=np.float64)
 
     @property
     def squared_error(self) -> float:
@@ -166,13 +165,13 @@ def _column_sums(
 
 
 @jax.jit
-def _output_sum(
+def _output_sums(
     kernel: Float[Array, "i o"],
     base: Float[Array, "#i #o"],
     approximation: Float[Array, "#i #o"],
     moment: Float[Array, "i i"],
-) -> Float[Array, ""]:
-    """tr(E^T H E) for what base and approximation leave of a kernel."""
+) -> Float[Array, " o"]:
+    """The terms of tr(E^T H E) for what base and approximation leave of a kernel, a column each."""
     error = kernel.astype(jnp.float32) - base.astype(jnp.float32) - approximation
     return weighed_squares(moment, error)
 
