@@ -227,8 +227,11 @@ def joint_moments(
     if not layer.knows_inputs:
         yield from ({} for _ in range(layer.num_experts))
         return
-    for of_inputs, of_hidden in zip(moments(layer, "up"), _moments(layer, "down", permutations), strict=True):
-        yield {name: of_hidden if name == "down" else of_inputs for name in layer.shapes}
+
+    def by_name(of_inputs: np.ndarray, of_hidden: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: of_hidden if name == "down" else of_inputs for name in layer.shapes}
+
+    yield from map(by_name, moments(layer, "up"), _moments(layer, "down", permutations))
 
 
 def _moments(

@@ -211,8 +211,9 @@ def _write_jointly(
         stored.write(name, write)
         bases[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}
-    experts = zip(aligned_experts(layer, permutations), joint_moments(layer, permutations), strict=True)
-    for expert, (aligned, moments) in enumerate(experts):
+    next_moments = joint_moments(layer, permutations).__next__
+    for expert, aligned in enumerate(aligned_experts(layer, permutations)):
+        moments = next_moments()
         kernels = {name: neuron_rows(name, kernel) for name, kernel in aligned.items()} if bases else None
         coder = LeastJointError(moments, kernels)
         residuals = aligned | {name: aligned[name] - base.astype(np.float32) for name, base in bases.items()}
@@ -221,6 +222,7 @@ def _write_jointly(
         _stack(stacked, leaves, expert, layer.num_experts)
         for name, kernel in aligned.items():
             measure.add(expert, kernel, bases.get(name), approximations[name], moments.get(name))
+        del coder, moments  # they are large: before the next ones are made
     for path, array in stacked.items():
         write(f"experts/delta/{path}", array)
 
