@@ -6,6 +6,7 @@ decompositions (`triangular_factor`), eigenvalues and QR of subspaces, and the o
 are work of NumPy and SciPy on the host.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.compression.calibration import expert_statistics
-from moe_jax.compression.coding import factorization, learnt_rounding
+from moe_jax.compression.coding import factorization, half_products, learnt_rounding
 from moe_jax.compression.coding.calibrated_codes import quantize_with_feedback
 from moe_jax.compression.methods import choices, mobe
 from moe_jax.compression.report import _output_sums
@@ -74,14 +75,19 @@ def programs() -> Iterator[Program]:
             (array(width, other), array(width, width)), width**2 * other,
         )  # fmt: skip
         yield Program(
-            "all with a text", f"error of the outputs of {name}", E * matrices, _output_sums,
+            "all with a text", f"error of the outputs of {name}", 2 * E * matrices, _output_sums,
             (array(width, other, dtype=jnp.bfloat16), array(1, 1), array(width, other), array(width, width)),
-            2 * width**2 * other,
+            width**2 * other,
         )  # fmt: skip
-        tried = len([bits for _, bits in choices.CHOICES])
+        columns = COLUMNS * max(Counter(bits for _, bits in choices.CHOICES).values())
+        tried = len({bits for _, bits in choices.CHOICES})
         yield Program(
-            "allocate", f"codes of {COLUMNS} columns of {name}", E * matrices * tried, jax.jit(coded),
-            (array(width, COLUMNS), array(width, width)), width**2 * COLUMNS,
+            "allocate", f"codes of {columns} columns of {name}", E * matrices * tried, jax.jit(coded),
+            (array(width, columns), array(width, width)), width**2 * columns,
+        )  # fmt: skip
+        yield Program(
+            "allocate", f"outputs of {name} as factors see them", E * matrices, half_products.whitened,
+            (array(width, width), array(width, other)), width**2 * other,
         )  # fmt: skip
     yield from _learnt()
     yield from _joint()

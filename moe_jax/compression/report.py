@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.compression.calibration.expert_statistics import BACKGROUND
-from moe_jax.compression.calibration.symmetric import weighed_squares
+from moe_jax.compression.coding.half_products import weighed_squares
 from moe_jax.compression.part_report import Losses, PartReport, TriedPlan, root_ratio
 from moe_jax.compression.recovery_figures import Recovery
 from moe_jax.core.formatting import show_bytes
@@ -105,7 +105,10 @@ class Measure:
         columns, unit = _column_sums(kernel, base, approximation)
         self._sums[expert] += np.asarray(columns, np.float64).sum(axis=1) * float(unit) ** 2
         if moment is not None:
-            self._outputs += np.asarray(_output_sums(kernel, base, approximation, moment), np.float64)
+            nothing = np.zeros((1, 1), np.float32)
+            for number, left_out in enumerate(((nothing, nothing), (base, approximation))):
+                columns = _output_sums(kernel, *left_out, moment)
+                self._outputs[number] += np.sum(np.asarray(columns), dtype=np.float64)
 
     @property
     def squared_error(self) -> float:
@@ -165,13 +168,12 @@ def _column_sums(
 def _output_sums(
     kernel: Float[Array, "i o"],
     base: Float[Array, "#i #o"],
-    approximation: Float[Array, "i o"],
+    approximation: Float[Array, "#i #o"],
     moment: Float[Array, "i i"],
-) -> Float[Array, "2"]:
-    """tr(W^T H W) and tr(E^T H E)."""
-    kernel = kernel.astype(jnp.float32)
-    error = kernel - base.astype(jnp.float32) - approximation
-    return jnp.stack([weighed_squares(moment, part) for part in (kernel, error)])
+) -> Float[Array, " o"]:
+    """The terms of tr(E^T H E) for what base and approximation leave of a kernel, a column each."""
+    error = kernel.astype(jnp.float32) - base.astype(jnp.float32) - approximation
+    return weighed_squares(moment, error)
 
 
 DENSE = "dense model"

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.calibration.recording import LayerRows
-from moe_jax.compression.calibration.symmetric import add_squares, mirrored
+from moe_jax.compression.coding.half_products import add_squares, mirrored
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.functional.dense import ffn, ffn_hidden

@@ -160,15 +160,17 @@ def errors_of_choices(
         left = _left(coder, whole - mean, ranks) if ranks else {}
         beside_mean = coder.squared(kernel - mean[:, columns])
         of_centre = {bits: coder.squared(made - mean[:, columns]) for bits, made in of_factors.items()}
+        alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for number, choice in enumerate(choices):
-            if choice.keep is not None:
+            if choice.bits is None:
+                assert choice.keep is not None
                 of_residuals = left[choice.keep] * beside_mean
                 own[number] = together.centre * of_centre[choice.centre] + together.residuals * of_residuals
-                continue
-            assert choice.bits is not None
-            residual = kernel - of_codes[choice.centre]
-            made = coder.quantize(residual, bits=choice.bits, **format_(choice.bits, added=choice.added))
-            own[number] = coder.squared(np.asarray(made.approximation) - residual)
+            else:
+                alike.setdefault((choice.bits, choice.added), []).append(number)
+        for (bits, added), numbers in alike.items():
+            residuals = [kernel - of_codes[choices[number].centre] for number in numbers]
+            own[numbers] = _errors_in_codes(coder, residuals, bits, format_(bits, added=added))
         return coder.squared(kernel)
 
     # Small programs leave cores idle: two experts are tried at a time, unless what is known of their inputs is large.
@@ -191,6 +193,20 @@ def _centres(
         if bits is not None:
             centres[bits] = np.asarray(coder.quantize(mean, bits=bits, **format_(bits)).approximation)
     return centres
+
+
+def _errors_in_codes(
+    coder: LeastOutputError, residuals: Sequence[np.ndarray], bits: int, options: Mapping[str, Any]
+) -> list[float]:
+    """The squared errors that codes of the same options make of several residuals."""
+    has_more = options.get("table") or options.get("row_scales") or options["scale_bits"] < 16
+    if len(residuals) > 1 and not (has_more or options["group_size"] is None):
+        # Columns have nothing in common: one program for all of them is faster than one for each residual.
+        made = coder.quantize(every := np.concatenate(residuals, axis=1), bits=bits, **options)
+        columns = coder.squared_columns(np.asarray(made.approximation) - every)
+        return [float(np.sum(some, dtype=np.float64)) for some in np.split(columns, len(residuals))]
+    each = (coder.quantize(residual, bits=bits, **options).approximation for residual in residuals)
+    return [coder.squared(np.asarray(made) - residual) for made, residual in zip(each, residuals, strict=True)]
 
 
 def _left(coder: LeastOutputError, residual: np.ndarray, ranks: Mapping[float, int]) -> dict[float, float]:
