@@ -44,7 +44,7 @@ def grouped_matmul(
 
     Args:
       lhs: rows sorted by group.
-      rhs: one kernel per group, of the dtype of `lhs`.
+      rhs: one kernel per group, of the dtype of `lhs` or a narrower one, and then cast to it.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
       backend: `auto`, or a key of `BACKENDS`.
     """
@@ -59,7 +59,7 @@ def _backward(backend: str, residuals: tuple[Array, Array, Array], dout: Array) 
     lhs, rhs, group_sizes = residuals
     dlhs = _choose("transposed", backend)(dout, rhs, group_sizes)
     drhs = _choose("outer", backend)(lhs, dout, group_sizes)
-    return dlhs, drhs, None
+    return dlhs, drhs.astype(rhs.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -289,13 +289,21 @@ BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
 
 def _choose(operation: str, backend: str) -> Callable[..., Array]:
     if backend != "auto":
-        return BACKENDS[backend][operation]
+        return _backend(backend, operation)
     choose: Any = partial(
         lax.platform_dependent,
-        cpu=BACKENDS["blocked"][operation],
-        cuda=BACKENDS["gpu"][operation],
-        tpu=BACKENDS["tpu" if one_device() else "ragged_dot"][operation],
-        default=BACKENDS["ragged_dot"][operation],
+        cpu=_backend("blocked", operation),
+        cuda=_backend("gpu", operation),
+        tpu=_backend("tpu" if one_device() else "ragged_dot", operation),
+        default=_backend("ragged_dot", operation),
     )
     # `ragged_dot` and most kernels cannot be batched; under `jax.vmap` one product comes after the other.
     return sequential_vmap(choose)
+
+
+def _backend(name: str, operation: str) -> Callable[..., Array]:
+    """Returns a function of `BACKENDS`; all but `blocked`, which casts its tiles, are given kernels that are cast."""
+    function = BACKENDS[name][operation]
+    if name == "blocked":
+        return function
+    return lambda lhs, rhs, group_sizes: function(lhs, rhs.astype(lhs.dtype), group_sizes)
