@@ -29,7 +29,7 @@ def linear(
     return y + jnp.expand_dims(bias.astype(x.dtype), tuple(range(y.ndim - 1)))
 
 
-FEW_ROWS = 4
+FEW_ROWS = 16
 """Most rows that are split into terms on a CPU: with more, converting the kernel costs no more than the products."""
 
 
