@@ -36,9 +36,9 @@ The arrays of a kernel are, by name (those of stacked kernels have the axes of t
 - `offset` float32 []: the mean of the blocks' scales.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +56,6 @@ from moe_jax.kernels.by_platform import PRODUCT
 # one-bit codes.
 SCALE_DTYPE = jnp.bfloat16
 _MOST = 127
-_MOST_TERMS = 32
 
 
 def scale_dtype(scale_bits: int) -> jnp.dtype:
@@ -200,61 +199,6 @@ def dequantize(
     return Grid(repeat_over_rows(scales.astype(dtype), rows, group_size), table, of_all).numbers(codes, bits)
 
 
-def product_with_codes(
-    rows: Float[Array, "m i"], packed: UInt8[Array, "b o"], grid: Grid, bits: int, group_size: int | None
-) -> Float[Array, "m o"]:
-    """Returns the product with a kernel in codes, float32.
-
-    Only the levels are unpacked. Their scales are applied to the sums over groups, which for few rows are less.
-
-    Args:
-      rows: float32.
-      packed: codes, packed along the input axis.
-      grid: with scales, and zero points if there are any, of groups.
-      bits: of a code.
-      group_size: rows that share a scale; None: all.
-    """
-    (count, size), width = rows.shape, packed.shape[1]
-    block = rows_of_blocks(size, group_size)
-    blocks = jnp.swapaxes(rows.reshape(count, -1, block), 0, 1)
-
-    def of_columns(start: Array, width: int, out: Array) -> Array:
-        codes = unpack(_columns(packed, start, width), size, bits, jnp.uint8 if grid.table is not None else rows.dtype)
-        if grid.table is not None:
-            levels = select_levels(codes, [grid.table[code] for code in range(2**bits)], bits).astype(rows.dtype)
-        else:
-            levels = 2 * codes if grid.zeros is not None else 2 * codes - (2**bits - 1)
-
-        def own(values: Array) -> Array:
-            """Those of a group, for each of its blocks."""
-            if group_size is None:
-                return values[:, None, :]
-            return repeat_over_rows(_columns(values, start, width), size // block, group_size // block)[:, None, :]
-
-        sums = jnp.einsum("gmi,gio->gmo", blocks, levels.reshape(-1, block, width))
-        scales, whole = own(grid.scales), jnp.sum(blocks, axis=2, keepdims=True)
-        if grid.zeros is not None:
-            sums = sums - 2 * own(grid.zeros) * whole
-        elif grid.table is None:
-            sums = sums - (scales < 0).astype(rows.dtype) * whole
-        return lax.dynamic_update_slice_in_dim(out, _sum_of_few(scales * sums), start, 1)
-
-    tile = tile_width((size, width), count)
-    return over_columns(tile, width, of_columns, jnp.zeros((count, width), rows.dtype))
-
-
-def _sum_of_few(terms: Float[Array, "g m o"]) -> Float[Array, "m o"]:
-    """Returns the sum, as one operation per element: XLA:CPU has a sum made by a library, which begins too slowly."""
-    if terms.shape[0] > _MOST_TERMS:
-        return jnp.sum(terms, axis=0)
-    return functools.reduce(jnp.add, [terms[index] for index in range(terms.shape[0])])
-
-
-def rows_of_blocks(rows: int, group_size: int | None) -> int:
-    """Returns the rows of equal blocks of a kernel of which no group has a part: the most that there can be."""
-    return rows if group_size is None else math.gcd(rows, group_size)
-
-
 def repeat_over_rows(
     group_values: Float[Array, "g s"], rows: int, group_size: int | None, first: Int[Array, ""] | None = None
 ) -> Float[Array, "i s"]:
@@ -338,7 +282,7 @@ def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
     }
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "dtype"))
+@partial(jax.jit, static_argnames=("rows", "dtype"))
 def dequantize_nf4(leaves: Leaves, rows: int, dtype: jnp.dtype) -> Float[Array, "... i o"]:
     """Returns the kernel that the arrays represent, or stacked kernels; computed in float32 and rounded once.
 
@@ -364,7 +308,7 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
       start: a column of the part.
       width: columns of the result.
     """
-    codes, scales = _columns(leaves["codes"], start, width), block_scales(leaves, whole, start, width)
+    codes, scales = columns_of(leaves["codes"], start, width), block_scales(leaves, whole, start, width)
     first_row = leaves["origin"][0] if "origin" in leaves else 0
     halves = (codes[:, None, :] >> jnp.array([0, 4], jnp.uint8)[None, :, None]) & jnp.uint8(15)
     levels = select_levels(halves.reshape(-1, width)[:rows], [jnp.float32(level) for level in LEVELS], 4)
@@ -377,7 +321,7 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
 
 def block_scales(leaves: Leaves, whole: int, start: Int[Array, ""] | int, width: int) -> Float[Array, "b w"]:
     """Returns the scale of every block of the whole kernel's rows in some columns, float32; see `nf4_tile`."""
-    scale_codes = _columns(leaves["scale_codes"], start, width)
+    scale_codes = columns_of(leaves["scale_codes"], start, width)
     first_column = leaves["origin"][1] if "origin" in leaves else 0
     block = jnp.arange(scale_codes.shape[0], dtype=jnp.int32)[:, None]
     column = jnp.arange(width, dtype=jnp.int32)[None, :] + first_column + start
@@ -386,7 +330,7 @@ def block_scales(leaves: Leaves, whole: int, start: Int[Array, ""] | int, width:
     return scales * jnp.take(leaves["scales"], group, mode="clip") + leaves["offset"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def nf4_matmul(x: Float[Array, "... i"], leaves: Leaves, rows: int, whole: int | None = None) -> Float[Array, "... o"]:
     """Returns `x W` with W in NF4, in the dtype of `x`; only one tile of columns of W exists at a time.
 
@@ -447,5 +391,6 @@ def _middles(levels: np.ndarray) -> np.ndarray:
     return (levels[:-1] + levels[1:]) / np.float32(2)
 
 
-def _columns(array: Array, start: Int[Array, ""] | int, width: int) -> Array:
+def columns_of(array: Array, start: Int[Array, ""] | int, width: int) -> Array:
+    """Returns some columns of an array [i, o]."""
     return array if width == array.shape[1] else lax.dynamic_slice_in_dim(array, start, width, 1)

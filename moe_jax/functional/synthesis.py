@@ -219,9 +219,14 @@ def _say_why_not_fused(reason: str) -> None:
 
 
 def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
+    if given.lhs.shape[0] > FEW_ROWS_ON_CPU or not _multiplies_few(tiles, given):
+        return _looped_tiles(given, tiles=tiles)
+    ways = {"cpu": partial(_product_of_few, tiles=tiles), "default": partial(_looped_tiles, tiles=tiles)}
+    return lax.platform_dependent(given, **ways)
+
+
+def _looped_tiles(given: Operands, *, tiles: Tiles) -> Array:
     lhs, base, trained, fixed, group_sizes = given
-    if lhs.shape[0] <= FEW_ROWS_ON_CPU and _multiplies_few(tiles, lhs, trained | fixed):
-        return _looped_rows(given, tiles=tiles)
 
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
         arrays, at = of_this_turn(trained | fixed, e)
@@ -236,12 +241,14 @@ def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
     return looped_product(lhs, group_sizes, tiles.shape[1], kernel_of)
 
 
-def _multiplies_few(tiles: Tiles, lhs: Array, arrays: Stacked) -> bool:
+def _multiplies_few(tiles: Tiles, given: Operands) -> bool:
+    arrays = given.trained | given.fixed
     one = {name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for name, array in arrays.items()}
-    return jax.eval_shape(tiles.product_of_few, jax.ShapeDtypeStruct((1, lhs.shape[1]), lhs.dtype), one) is not None
+    rows = jax.ShapeDtypeStruct((1, given.lhs.shape[1]), given.lhs.dtype)
+    return jax.eval_shape(tiles.product_of_few, rows, one) is not None
 
 
-def _looped_rows(given: Operands, *, tiles: Tiles) -> Array:
+def _product_of_few(given: Operands, *, tiles: Tiles) -> Array:
     lhs, base, trained, fixed, group_sizes = given
 
     def product_of(e: Array) -> Callable[[Array], Array]:
@@ -255,7 +262,11 @@ def _looped_rows(given: Operands, *, tiles: Tiles) -> Array:
 
         return product
 
-    return looped_rows(lhs, group_sizes, tiles.shape[1], product_of)
+    if group_sizes.shape[0] > 1:
+        return looped_rows(lhs, group_sizes, tiles.shape[1], product_of)
+    # A loop would take longer than what is in it.
+    only = product_of(jnp.zeros((), jnp.int32))(lhs).astype(lhs.dtype)
+    return zero_rows_beyond(only, group_sizes[0])
 
 
 def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:

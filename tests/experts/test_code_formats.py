@@ -15,6 +15,7 @@ from moe_jax.experts import BankConfig, FFNConfig, make_bank
 from moe_jax.experts.forms import Quantized, quantized
 from moe_jax.experts.shapes import Matrix, Window
 from moe_jax.functional import synthesis
+from moe_jax.functional.few_rows import packed_codes
 from moe_jax.functional.routing import Routing
 from tests.experts.code_reference import decoded
 from tests.support.numerics import assert_close, normal, randomised
@@ -78,12 +79,22 @@ def test_few_rows_need_no_kernel(name, size, columns, count, seed):
     rows = normal(seed, count, size)
     expected = decoded(leaves, form, size)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantized, "_LEAST_BLOCK", 1)
+        patched.setattr(quantized, "LEAST_BLOCK", 1)
+        patched.setattr(packed_codes, "_TILE_BYTES", 3 * size)
         got = jax.jit(form.product_of_few)(rows, leaves)
     wide = np.asarray(rows, np.float64)
     # Of levels and scales: a zero point may cancel what it is taken from.
     largest = 2 ** (form.bits + 1) * np.max(np.abs(expected), initial=0) + 2 ** (form.bits + 1)
     np.testing.assert_allclose(got, wide @ expected, atol=2.0**-22 * size * float(np.max(np.abs(wide))) * largest)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so(bad):
+    """In whole numbers it would become one; and no other row has a part in it."""
+    form, matrix = Quantized(bits=4, group_size=64), Matrix("up", (128, 5))
+    rows = normal(0, 2, 128).at[1, 70].set(bad)
+    got = form.product_of_few(rows, random_leaves(form, matrix, 1))
+    np.testing.assert_array_equal(np.isfinite(got), [[True] * 5, [False] * 5])
 
 
 @pytest.mark.parametrize(("rows", "made"), [(2, False), (16, False), (17, True)])

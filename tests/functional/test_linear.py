@@ -7,6 +7,7 @@ import pytest
 
 from moe_jax.functional import dense
 from moe_jax.functional.dense import Product, linear, product_of_float32, sum_of_products
+from moe_jax.functional.few_rows import bfloat16_kernels
 from tests.support.numerics import assert_close, normal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -45,7 +46,7 @@ def test_of_float32_is_rounded_to_16_bits_at_most():
     assert_close(product_of_float32(x, kernel, jnp.float32).x, x)
 
 
-@pytest.mark.parametrize("rows", range(1, dense.FEW_ROWS + 2))
+@pytest.mark.parametrize("rows", range(1, bfloat16_kernels.MOST_ROWS + 2))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_few_rows_times_a_kernel_in_bfloat16(rows, dtype):
     """Rounded as often as any product is: of float32 no more than the sum of as many terms."""
@@ -69,7 +70,7 @@ def test_gradients_of_few_rows_are_those_of_the_product():
     x, kernel = normal(0, 2, 48), normal(1, 48, 20).astype(jnp.bfloat16)
     got, expected = (
         jax.jit(jax.grad(lambda x, kernel, way=way: jnp.sum(jnp.sin(way(x, kernel))), argnums=(0, 1)))(x, kernel)
-        for way in (linear, dense._cast_product)
+        for way in (linear, bfloat16_kernels._cast_product)
     )
     assert_close(got[0], expected[0])
     assert got[1].dtype == jnp.bfloat16

@@ -20,20 +20,18 @@ from moe_jax.functional.codes import (
     Grid,
     codes_shape,
     pack,
-    product_with_codes,
     repeat_over_rows,
-    rows_of_blocks,
     scale_dtype,
     scales_of,
     scales_shape,
     unpack,
     zeros_of,
 )
+from moe_jax.functional.few_rows.packed_codes import LEAST_BLOCK, product_with_codes, rows_of_blocks
 from moe_jax.functional.synthesis import InTriton
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.tiles import PackedTile, why_not_packed
 
-_LEAST_BLOCK = 32
 _OWN_BITS = ("gate_bits", "up_bits", "down_bits")
 
 
@@ -134,7 +132,7 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
 
     def product_of_few(self, rows: Rows, arrays: Arrays) -> Rows | None:
         # In many small blocks, sums over them would be more than the kernel.
-        if self.own_bits or rows_of_blocks(rows.shape[1], self.group_size) < _LEAST_BLOCK:
+        if self.own_bits or rows_of_blocks(rows.shape[1], self.group_size) < LEAST_BLOCK:
             return None
         wide = rows.astype(jnp.float32)
         if self.row_scales:
