@@ -253,6 +253,18 @@ SERVING_BEFORE = Table(
      "least", "greatest", "rounds"),
     ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}", "{:.3f}", "{}"),
 )  # fmt: skip
+DECODING_SPEED = Table(
+    "speed",
+    ("experts", *(f"{rows}, tokens/s (of bfloat16)" for rows in ("1 row", "4 rows", "16 rows")),
+     "500 tokens read, s (of bfloat16)", "scored, tokens/s (of bfloat16)"),
+    ("{}", *["{:.1f} ({:.2f})"] * 3, "{:.2f} ({:.2f})", "{:.0f} ({:.2f})"),
+)  # fmt: skip
+DECODING_MEMORY = Table(
+    "memory",
+    ("experts", "file, MB", "loaded, MB", "process after 64 tokens, MB", "of which neither weights nor Python, MB",
+     "of bfloat16"),
+    ("{}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.2f}"),
+)  # fmt: skip
 SCORED_ANSWERS = Table(
     "shares",
     ("tokens scored, %", "seconds", "seconds with all logits", "ratio of a round, median", "least", "greatest",

@@ -69,8 +69,10 @@ def test_product_and_gradients(shape, cuts, seed):
         chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_groups_longer_than_a_tile(monkeypatch):
+@pytest.mark.parametrize("few", [{2: 1}, {64: 8}])
+def test_groups_longer_than_a_tile(few, monkeypatch):
     monkeypatch.setattr(grouped, "TILES", (8, 2))
+    monkeypatch.setattr(grouped, "TILES_OF_FEW", few)
     sizes = [30, 0, 1, 17, 8]
     lhs = normal(0, 60, 5)
     rhs = normal(1, 5, 5, 7)
@@ -145,6 +147,29 @@ def test_cpu_program_does_not_multiply_the_arithmetic():
     assert "stablehlo.while" in text
 
 
-def test_the_longest_tile_is_a_power_of_two_that_holds_the_rows():
-    assert [longest_tile(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 32]
+def test_the_longest_tile_is_short_for_few_rows_and_else_holds_them():
+    assert [longest_tile(rows) for rows in (1, 2, 3, 16, 17, 64)] == [1, 1, 4, 4, 16, 16]
+    assert [longest_tile(rows) for rows in (65, 128, 129)] == [128, 128, 256]
     assert longest_tile(10**6) == max(grouped.TILES)
+
+
+def test_a_kernel_narrower_than_the_rows_is_cast_and_has_a_gradient_of_its_dtype():
+    sizes = jnp.asarray([9, 0, 23], jnp.int32)
+    lhs, rhs = normal(0, 32, 16), normal(1, 3, 16, 8).astype(jnp.bfloat16)
+    for backend in ("blocked", "ragged_dot", "auto"):
+
+        def value(lhs, rhs, backend=backend):
+            return jnp.sum(jnp.sin(grouped_matmul(lhs, rhs, sizes, backend)))
+
+        got = jax.jit(jax.grad(value, argnums=(0, 1)))(lhs, rhs)
+        expected = jax.jit(jax.grad(value, argnums=(0, 1)))(lhs, rhs.astype(jnp.float32))
+        np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(got[1], expected[1].astype(jnp.bfloat16))
+
+
+def test_kernels_of_groups_without_rows_are_neither_made_nor_cast():
+    """A condition inside of the loop would not do: XLA:CPU casts in front of the loop that stands for it."""
+    lhs, rhs = jnp.ones((2, 16)), jnp.ones((64, 16, 8), jnp.bfloat16)
+    compiled = jax.jit(grouped_matmul).lower(lhs, rhs, jnp.zeros(64, jnp.int32)).compile()
+    whole = 4 * rhs.size
+    assert compiled.memory_analysis().temp_size_in_bytes < whole / 4

@@ -81,10 +81,10 @@ class Full(FullOptions, Storable, CostModel, MadeInPallas, KernelForm):
         self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, part: Part | None = None
     ) -> Rows:
         kernel = arrays["kernel"]
-        # What is stored in fewer bits is cast by the product: on a CPU a tile at a time, and not all experts at once.
-        if kernel.dtype.itemsize >= rows.dtype.itemsize:
-            kernel = kernel.astype(rows.dtype)
-        return grouped_matmul(rows, kernel, group_sizes)
+        # A narrower kernel is cast where it is multiplied: on a CPU a tile at a time, and only those of experts that
+        # have rows.
+        is_narrower = kernel.dtype.itemsize < rows.dtype.itemsize
+        return grouped_matmul(rows, kernel if is_narrower else kernel.astype(rows.dtype), group_sizes)
 
 
 _FOLDER = "lora/"
