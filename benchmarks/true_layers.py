@@ -1,7 +1,9 @@
-"""MoE layers of true shapes through `moe-jax compress --method resmoe`, from the files to the files.
+"""MoE layers of true shapes through `moe-jax compress`, from the files to the files.
 
     python benchmarks/true_layers.py [--layers NAME ...] [--exact] [--folder DIR] [--out benchmarks/results]
         [-- OPTIONS]
+    python benchmarks/true_layers.py --calibrated [--layers NAME ...] [--cases NAME ...] [--processes 2]
+    python benchmarks/true_layers.py --compile h100:1
 
 One layer each of Mixtral-8x7B (8 experts of 14336 neurons, width 4096), DeepSeekMoE-16B (64 of 1408, width 2048) and
 Qwen3-30B-A3B (128 of 768, width 2048), bfloat16. The weights are synthetic, twice:
@@ -10,12 +12,23 @@ Qwen3-30B-A3B (128 of 768, width 2048), bfloat16. The weights are synthetic, twi
 - independent: experts that have nothing in common, so that no order is plain and nothing can be proven early.
 
 A layer is written to the disk as a model directory and compressed by the command itself in another process, whose
-greatest resident memory is reported; it needs 10 GB of disk. OPTIONS go to the command, by default --keep 0.25 with the
-refit. Aims on 2 cores: Mixtral 5 minutes and 8 GB, DeepSeekMoE 2 minutes, an objective within 0.1 % of the exact one.
+greatest resident memory is reported; it needs 10 GB of disk. By `resmoe`, OPTIONS go to the command, by default --keep
+0.25 with the refit. Aims on 2 cores: Mixtral 5 minutes and 8 GB, DeepSeekMoE 2 minutes, an objective within 0.1 % of
+the exact one.
 
 Of planted layers the least objective is that of the planted orders. For independent ones `--exact` makes the alignment
 again with exact searches among all pairs in float64 (annealed where that is the default for small clouds), which takes
 minutes each, but not of Mixtral's whole layer, for which a round is expected to take half an hour or more.
+
+`--calibrated` measures methods that look at what experts are given: planted layers of Mixtral-8x7B, Qwen3-30B-A3B and
+of the shape of DeepSeek-V3 (width 7168, a quarter of its 256 experts of 2048 neurons, each given as many tokens as if
+all were there), on a text of 8192 words that are drawn alike. The recording of the text, which all methods share, is
+measured alone. With `--processes`, a model of as many such layers is compressed by as many processes together. Aims on
+2 cores: GPTQ of a layer of Mixtral 6 minutes and 8 GB, `allocate` 12 minutes, MoBE 20 minutes, for which it has few
+steps. Beside minutes stand those of all threads on the processor, which say more where a machine is shared.
+
+`--compile` compiles the jitted programs of these methods at Mixtral's size, for which the compiler of such a device has
+to be there but no device, and states the least time of each. All else runs on the host, in NumPy and SciPy.
 
 OUT receives `true_layers.json`, row by row; rows that are there are not measured again.
 """
@@ -24,48 +37,28 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import ml_dtypes
 import numpy as np
 
-from evidence.layouts import TRUE_EXACT, TRUE_LAYERS
+from evidence.layouts import TRUE_EXACT, TRUE_LAYERS, TRUE_PROGRAMS
 from evidence.results import RESULTS, Figures
 from moe_jax.compression.alignment import matching
 from moe_jax.compression.alignment.barycenter import free_support_barycenter
 from moe_jax.compression.source_layer import SourceLayer, design_matrices
-from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.model_io.model_dir import ModelDirectory
+from true_size.calibrated import CASES, SHAPES, measure_all
+from true_size.layers import LAYERS, Shape, planted_objective, write_layer
+from true_size.measured import run_command
 
-NOISE = 0.5
 # Of the exact searches: the last rounds gain some 0.01 % of the objective in all.
 EXACT_ROUNDS = 12
-
-
-class Shape(NamedTuple):
-    """Of a layer: its experts, their neurons, the width of the model, and the minutes and GB aimed at."""
-
-    experts: int
-    neurons: int
-    d_model: int
-    minutes: float | None = None
-    memory: float | None = None
-
-
-LAYERS = {
-    "Mixtral-8x7B": Shape(8, 14336, 4096, 5, 8),
-    "DeepSeekMoE-16B": Shape(64, 1408, 2048, 2),
-    "Qwen3-30B-A3B": Shape(128, 768, 2048),
-}
+# Minutes and GB.
+AIMS = {"Mixtral-8x7B": (5, 8), "DeepSeekMoE-16B": (2, None)}
 # Where the exact searches end within the hour.
 EXACT = {
     "Mixtral-8x7B, an eighth of its neurons and width": Shape(8, 1792, 512),
@@ -74,85 +67,21 @@ EXACT = {
 }
 
 
-def layer_config(shape: Shape) -> ModelConfig:
-    """A model that is little else than the layer."""
-    moe = MoEConfig(expert=FFNConfig(dim=shape.neurons), num_experts=shape.experts, top_k=2)
-    layer = LayerConfig(attention=AttentionConfig(num_heads=8, num_kv_heads=8, head_dim=128), mlp=moe)
-    return ModelConfig(
-        family="mixtral",
-        vocab_size=64,
-        d_model=shape.d_model,
-        max_positions=1024,
-        layers=(layer,),
-        dtype="bfloat16",
-    )
-
-
-def write_layer(folder: Path, shape: Shape, *, planted: bool) -> None:
-    """Writes the model: one kernel of all experts at a time."""
-    config = layer_config(shape)
-    orders = [np.random.default_rng(expert).permutation(shape.neurons) for expert in range(shape.experts)]
-    with ModelDirectoryWriter(folder, config, tokenizer_files=(), lineage=[]) as writer:
-        for index, (path, spec) in enumerate(leaf_specs(config).items()):
-            random = np.random.Generator(np.random.SFC64([index, 7]))
-            if "/experts/" not in path:
-                writer.write({path: np.ones(spec.shape, ml_dtypes.bfloat16)})
-                continue
-            scale = np.float32(shape.d_model**-0.5)
-            common = random.standard_normal(spec.shape[1:], dtype=np.float32) * scale
-            kernels = np.empty(spec.shape, ml_dtypes.bfloat16)
-            for expert, order in enumerate(orders):
-                own = random.standard_normal(common.shape, dtype=np.float32) * scale
-                if planted:
-                    own = common + np.float32(NOISE) * own
-                kernels[expert] = own[order] if "/down/" in path else own[:, order]
-            writer.write({path: kernels})
-
-
-def planted_objective(shape: Shape) -> float:
-    """Of the right orders, on average: E - 1 of the E parts of the noise that are not common to all experts."""
-    entries = shape.neurons * 3 * shape.d_model
-    return entries * NOISE**2 / shape.d_model * (shape.experts - 1) / shape.experts
-
-
-def peak_memory(process: subprocess.Popen) -> list[int]:
-    """A list whose last number is the greatest resident memory of a process so far, in bytes."""
-    seen = [0]
-
-    def watch() -> None:
-        while process.poll() is None:
-            try:
-                status = Path(f"/proc/{process.pid}/status").read_text()
-            except OSError:
-                return
-            seen.extend(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-            time.sleep(0.5)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return seen
-
-
 def measure(name: str, shape: Shape, folder: Path, options: list[str], *, planted: bool) -> list:
     """A row: one layer through the command."""
     write_layer(folder / "layer", shape, planted=planted)
-    command = [sys.executable, "-m", "moe_jax.commands.cli", "compress", folder / "layer", folder / "out"]
-    command += ["--method", "resmoe", *(options or ["--keep", "0.25"]), "--json"]
-    began = time.monotonic()
-    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)
-    peak = peak_memory(process)
-    printed = process.communicate()[0]
-    seconds = time.monotonic() - began
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    layer = json.loads(printed.splitlines()[0])
+    asked = ["--method", "resmoe", *(options or ["--keep", "0.25"]), "--json"]
+    measured = run_command("compress", folder / "layer", folder / "out", *asked)
+    layer = json.loads(measured.printed.splitlines()[0])
     print(json.dumps(layer, indent=2), flush=True)
+    minutes, memory = AIMS.get(name, (None, None))
     return [
         name,
         "planted" if planted else "independent",
-        seconds / 60,
-        shape.minutes,
-        max(peak) / 1e9,
-        shape.memory,
+        measured.seconds / 60,
+        minutes,
+        measured.memory / 1e9,
+        memory,
         layer["rounds"],
         layer["objective"] / planted_objective(shape) - 1 if planted else None,
     ]
@@ -182,19 +111,13 @@ def compare(name: str, shape: Shape, folder: Path) -> list:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--exact", action="store_true", help="compare with exact searches instead")
-    parser.add_argument("--folder", type=Path, help="for the models, 10 GB; a temporary one by default")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("options", nargs="*", help="of moe-jax compress")
-    options = parser.parse_args()
-    figures = Figures("true_layers", options.out, writes=True)
+def measure_alignments(figures: Figures, options: argparse.Namespace) -> None:
+    """Measures the rows of `resmoe`, or those of its exact searches."""
+    names = options.layers or list(LAYERS)
     table = TRUE_EXACT if options.exact else TRUE_LAYERS
-    cases = [(name, shape, False) for name, shape in EXACT.items() if name.split(",")[0] in options.layers]
+    cases = [(name, shape, False) for name, shape in EXACT.items() if name.split(",")[0] in names]
     if not options.exact:
-        cases = [(name, LAYERS[name], planted) for name in options.layers for planted in (True, False)]
+        cases = [(name, LAYERS[name], planted) for name in names if name in LAYERS for planted in (True, False)]
     for name, shape, planted in cases:
         key = f"{name}, {'planted' if planted else 'independent'}"
         if figures.get("rows", table.name, key) is not None:
@@ -209,6 +132,34 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
         figures.put_row(table.name, key, row)
         print(table.text(figures), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = list(dict.fromkeys([*LAYERS, *SHAPES]))
+    parser.add_argument("--layers", nargs="+", choices=known, metavar="NAME", help="by default all that a table has")
+    parser.add_argument("--exact", action="store_true", help="compare with exact searches instead")
+    parser.add_argument("--calibrated", action="store_true", help="methods that look at inputs of experts instead")
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", default=list(CASES), help="of these")
+    parser.add_argument("--processes", type=int, default=1, help="that share as many layers of a model; with these")
+    parser.add_argument("--compile", metavar="TOPOLOGY", help="compile programs for a device such as h100:1 instead")
+    parser.add_argument("--folder", type=Path, help="for the models, 10 GB; a temporary one by default")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("options", nargs="*", help="of moe-jax compress")
+    options = parser.parse_args()
+    figures = Figures("true_layers", options.out, writes=True)
+    if options.compile:
+        from true_size.programs import rows_for  # with the compilers
+
+        for name, row in rows_for(options.compile):
+            figures.put_row(TRUE_PROGRAMS.name, name, row)
+        print(TRUE_PROGRAMS.text(figures))
+    elif options.calibrated:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            names = [name for name in options.layers or SHAPES if name in SHAPES]
+            measure_all(figures, Path(folder), names, options.cases, processes=options.processes)
+    else:
+        measure_alignments(figures, options)
 
 
 if __name__ == "__main__":

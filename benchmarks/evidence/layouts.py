@@ -72,6 +72,18 @@ TRUE_EXACT = Table(
      "exact searches, minutes", "rounds", "gap of the proof, of the objective"),
     ("{}", "{:+.3%}", "{:.2f}", "{}", "{:.1f}", "{}", "{:.1e}"),
 )  # fmt: skip
+TRUE_CALIBRATED = Table(
+    "calibrated",
+    ("layer", "method", "minutes", "aim", "minutes of the processor", "minutes, all experts",
+     "greatest resident memory, GB", "aim", "GB of the layer", "error of outputs"),
+    ("{}", "{}", "{:.2f}", "{:g}", "{:.2f}", "{:.0f}", "{:.2f}", "{:g}", "{:.3f}", "{:.4f}"),
+)  # fmt: skip
+TRUE_PROGRAMS = Table(
+    "programs",
+    ("device", "method", "program", "runs for a layer", "arguments, MiB", "temporaries, MiB",
+     "operations of products, 10⁹", "least time, ms", "of all runs, s"),
+    ("{}", "{}", "{}", "{:,}", "{:,.0f}", "{:,.0f}", "{:,.1f}", "{:,.2f}", "{:,.2f}"),
+)  # fmt: skip
 PEFT_STEP = Table(
     "step",
     ("", "trained", "held, MiB", "temporaries, MiB", "peak, of full", "time, of full"),
@@ -240,6 +252,18 @@ SERVING_BEFORE = Table(
     ("seats", "requests at once", "older commit", "seconds", "seconds of the older one", "ratio of a round, median",
      "least", "greatest", "rounds"),
     ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.3f}", "{:.3f}", "{:.3f}", "{}"),
+)  # fmt: skip
+DECODING_SPEED = Table(
+    "speed",
+    ("experts", *(f"{rows}, tokens/s (of bfloat16)" for rows in ("1 row", "4 rows", "16 rows")),
+     "500 tokens read, s (of bfloat16)", "scored, tokens/s (of bfloat16)"),
+    ("{}", *["{:.1f} ({:.2f})"] * 3, "{:.2f} ({:.2f})", "{:.0f} ({:.2f})"),
+)  # fmt: skip
+DECODING_MEMORY = Table(
+    "memory",
+    ("experts", "file, MB", "loaded, MB", "process after 64 tokens, MB", "of which neither weights nor Python, MB",
+     "of bfloat16"),
+    ("{}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.2f}"),
 )  # fmt: skip
 SCORED_ANSWERS = Table(
     "shares",

@@ -293,6 +293,8 @@ SECTIONS = (
         ("moe_jax/compression",),
         layouts.TRUE_LAYERS,
         layouts.TRUE_EXACT,
+        layouts.TRUE_CALIBRATED,
+        layouts.TRUE_PROGRAMS,
     ),
     _reported(
         "barycenter",

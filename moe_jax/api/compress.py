@@ -203,6 +203,11 @@ def _opened(
         # It stands for all rows, those too that are not in files.
         described["recording"] = _name_of(calibration)
     elif spec.imatrix is not None:
+        if not indices:
+            raise InputError(
+                "--imatrix says what experts are given, and no experts are compressed: --calibrate TEXT measures what "
+                "all else is given"
+            )
         calibration = _of_imatrix(spec.imatrix, source, indices)
     shared = {"base": base, "extended": spec.extended, "layers": layers, "calibration": calibration}
     return source, shared, described

@@ -291,11 +291,12 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
     from moe_jax.compression.coding.storage import bytes_by_part
     from moe_jax.compression.part_report import part_columns
     from moe_jax.compression.report import layer_columns
+    from moe_jax.files.regular_files import taken_bytes
 
     _warn(report.warnings)
     if as_json:
         summary = {key: value for key, value in report.to_json().items() if key != "layers"}
-        print(json.dumps({"model": str(model), "out": str(out), **summary}))
+        print(json.dumps({"model": str(model), "out": str(out), **summary, "disk_bytes": taken_bytes(out)}))
         return
     terminal = console_for_tables(cuts_nothing=True)
     if report.layers:
@@ -306,7 +307,7 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         counts = (f"{tokens:,} tokens of {name}" for name, tokens in report.calibration_tokens.items())
         terminal.print(f"calibrated on {', '.join(counts)}", markup=False)
     sizes = {"experts": (report.expert_bytes_before, report.expert_bytes_after)} if report.layers else {}
-    for what, (before, after) in (sizes | {"model": (report.bytes_before, report.bytes_after)}).items():
+    for what, (before, after) in (sizes | {"all weights": (report.bytes_before, report.bytes_after)}).items():
         terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")
     if report.layers:
         # There are more than the kept share.
@@ -323,7 +324,11 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         terminal.print(f"plan {number}: divergence {measured:.4f}, expected {expected:.4f}", markup=False)
     if report.recovery is not None:
         terminal.print(report.recovery.in_words(), markup=False)
-    terminal.print(f"wrote {out}", markup=False)
+    for before in report.earlier:
+        terminal.print(f"the model was compressed before: {before}", markup=False)
+    taken = taken_bytes(out)
+    size = "" if taken is None else f": {show_bytes(taken)} on the disk, with all that is in the folder"
+    terminal.print(f"wrote {out}{size}", markup=False)
 
 
 def _print_columns(columns: dict[str, list[str]], terminal: "Console") -> None:

@@ -98,6 +98,7 @@ moe-jax inspect llava-moe --plots plots --text conversations.jsonl --image-folde
 
 def run(options: Options) -> None:
     """Prints the description of a model; draws its experts first, if asked for."""
+    from moe_jax.files.regular_files import taken_bytes
     from moe_jax.model_io.model_source import OverBase
     from moe_jax.models import config_to_json
 
@@ -123,6 +124,7 @@ def run(options: Options) -> None:
             "parameters": sum(sizes.values()),
             "weights_in_codes": _weights_in_codes(source.config, specs),
             "bytes": count_bytes(specs.values()),
+            "disk_bytes": taken_bytes(source.path),
             "quantized": dict(Counter(getattr(source, "kinds_of_codes", dict)().values())),
             "leaves": [
                 {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": count_bytes([spec])}
@@ -251,6 +253,7 @@ def _print(
     from rich.markup import escape
 
     from moe_jax.core.terminal import console_for_tables, table_of_figures
+    from moe_jax.files.regular_files import taken_bytes
     from moe_jax.nn.projector import vision_in_words
 
     console, config = console_for_tables(), source.config
@@ -271,6 +274,8 @@ def _print(
     coded = _weights_in_codes(config, specs)
     codes = f" and {coded:,} weights in codes" if coded else ""
     console.print(f"total: {sum(sizes.values()):,} parameters{codes}, {show_bytes(count_bytes(specs.values()))}")
+    if (taken := taken_bytes(source.path)) is not None:
+        console.print(f"on the disk: {show_bytes(taken)}, with all that is in the folder")
     if base:
         own, below = base["own"], base["base"]
         console.print(f"stored here: {own['parameters']:,} parameters, {show_bytes(own['bytes'])}", markup=False)

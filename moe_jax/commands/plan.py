@@ -29,13 +29,15 @@ from moe_jax.upcycling.spec import UpcycleSpec
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
     from moe_jax.planning.planned_compression import PlannedCompression
+    from moe_jax.planning.planned_parts import PlannedParts
     from moe_jax.planning.planned_training import PlannedTraining
     from moe_jax.training.recipe import Recipe
 
 _OF_COMPRESS = (
     "keep", "residual", "storage", "bits", "centre_bits", "centre_group_size", "levels", "scale_bits", "zero_points",
-    "row_scales", "compress_layers", "dtype",
+    "row_scales", "group_size", "compress_layers", "dtype",
 )  # fmt: skip
+_OF_MODEL = ("of", "rest_bits", "embedding_bits")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,15 @@ class _Command:
     compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
     """A method of moe-jax compress. Adds the bytes of the experts when it has compressed them. Of allocate, which
     chooses for every matrix, what all would take around a centre of one size; it also has matrices without a centre,
-    and low-rank factors."""
+    and low-rank factors; with --of, the least and the most that a budget can ask for."""
+    of: Annotated[Literal["experts", "rest", "model"] | None, tyro.conf.arg(metavar="experts|rest|model")] = None
+    """With --compress quantize or allocate: what is compressed, as of moe-jax compress. Gives the bytes of every part
+    of the model that it would write: experts, attention, dense FFNs, embedding, head, and the rest. By default the
+    experts, in all their forms."""
+    rest_bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2|1")] = None
+    """With --of: bits of attention, dense and shared FFNs; by default --bits."""
+    embedding_bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2|1")] = None
+    """With --of: bits of the embedding and the head; by default --bits, but at least 4."""
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """With --compress: the share of the experts' entries that is kept, in (0, 1]. Methods that keep a share require
     it."""
@@ -91,6 +101,9 @@ class _Command:
     """With --compress: every group of quantised weights has a zero point."""
     row_scales: bool = False
     """With --compress: every row of a quantised kernel has a scale, too."""
+    group_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """With --compress: entries of quantised weights that share a scale, by default the method's, mostly 128; 0: all of
+    a column."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
     """With --compress: the MoE layers to compress; by default all. Of a model with an encoder also
     encoder:SOME,decoder:SOME, counted in each stack."""
@@ -156,7 +169,7 @@ GROUPS = {
     "the model of moe-jax upcycle or adapt": tuple(name for name, *_ in _OF_MODELS),
     "training by a recipe": ("train", "set", "propose"),
     "training on several chips": ("mesh", "optimizer"),
-    "the model of moe-jax compress": ("compress", *_OF_COMPRESS),
+    "the model of moe-jax compress": ("compress", *_OF_MODEL, *_OF_COMPRESS),
     "time on a chip": ("platform", "tokens"),
     "a model that sees": ("pictures",),
 }
@@ -177,6 +190,8 @@ moe-jax plan mixtral-dir --platform h100 --mesh fsdp=4,expert=8
 moe-jax plan mixtral-dir --method perft-e --adapter parallel:8
 # bytes of the experts in every form
 moe-jax plan mixtral-dir --compress resmoe --keep 0.25
+# bytes of every part, with attention and all else in codes, too
+moe-jax plan mixtral-dir --compress quantize --bits 4 --of model
 """
 
 
@@ -195,12 +210,14 @@ def run(options: _Command) -> None:
     from moe_jax.commands.planned_tables import (
         print_codes,
         print_compression,
+        print_parts,
         print_plan,
         print_proposals,
         print_strategies,
         print_training,
     )
     from moe_jax.peft.adapt import adapted_config
+    from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.training.recipe import OptimizerSection
     from moe_jax.upcycling.dense_to_moe import upcycled_config
 
@@ -234,8 +251,10 @@ def run(options: _Command) -> None:
     print_plan(as_path(model), config, planned)
     if codes is not None:
         print_codes(codes)
-    if compressed is not None:
+    if isinstance(compressed, PlannedCompression):
         print_compression(compressed)
+    elif compressed is not None:
+        print_parts(compressed)
     if planned.strategies is not None:
         print_strategies(planned.strategies)
     if training is not None:
@@ -329,13 +348,16 @@ def _spec(options: _Command) -> UpcycleSpec | AdaptSpec | None:
 
 def _check_compression(options: _Command) -> None:
     """Raises `InputError` for options of a compression without one, or that its method does not have."""
-    given = {name: getattr(options, name) for name in _OF_COMPRESS}
+    given = {name: getattr(options, name) for name in (*_OF_MODEL, *_OF_COMPRESS)}
     if options.compress is None:
         needless = [name for name, value in given.items() if value is not None and value is not False]
         if needless:
             raise InputError(f"{', '.join(map(flag_of, needless))}: only with --compress")
         return
     check_method(options.compress)
+    needless = [flag_of(name) for name in ("rest_bits", "embedding_bits") if given[name] is not None]
+    if options.of is None and needless:
+        raise InputError(f"{', '.join(needless)}: only with --of model or --of rest")
     if options.keep is not None:
         check_keep(options.keep)
     if options.scale_bits is not None:
@@ -345,9 +367,16 @@ def _check_compression(options: _Command) -> None:
     centre_options(options.centre_bits, options.centre_group_size)
 
 
-def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompression | None":
+def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompression | PlannedParts | None":
     if options.compress is None:
         return None
+    if options.of is not None:
+        from moe_jax.planning.planned_parts import planned_parts
+
+        how = {"compress_layers": options.compress_layers, "dtype": options.dtype}
+        named = ((name, getattr(options, name)) for name in (*_OF_MODEL, *_OF_COMPRESS) if name not in how)
+        given = {name: value for name, value in named if value is not None and value is not False}
+        return planned_parts(config, options.compress, given, **how)
     from moe_jax.planning.planned_compression import planned_compression
 
     return planned_compression(config, options.compress, **{name: getattr(options, name) for name in _OF_COMPRESS})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
     from moe_jax.planning.model_costs import LayerStrategies, ModelPlan, PlannedStrategies, PlannedVision
     from moe_jax.planning.planned_compression import PlannedCompression
+    from moe_jax.planning.planned_parts import PlannedParts
     from moe_jax.planning.planned_training import PlannedTraining
     from moe_jax.planning.proposals import Proposal, Proposals
 
@@ -121,6 +122,25 @@ def print_compression(planned: "PlannedCompression") -> None:
         note = _form_note(form, planned.fewest)
         table.add_row(form.form, *sizes, f"{form.share:.1%}", f"{form.bits_per_weight:.2f}", note)
     out.print(table)
+
+
+def print_parts(planned: "PlannedParts") -> None:
+    """Prints a table of the bytes of every part, and the budgets that there is a choice for."""
+    from moe_jax.planning.planned_parts import PARTS
+
+    out = console_for_tables(cuts_nothing=True)
+    out.print()
+    out.print(f"{planned.method} of {planned.of}, in {planned.dtype}: bytes by part, and bits per weight of the model")
+    parts = [part for part in PARTS if any(part in one.parts for one in planned.sizes)]
+    table = table_of_figures("", *parts, "model", "bytes", "bits")
+    for one in planned.sizes:
+        sizes = (show_bytes(one.parts.get(part, 0)) for part in parts)
+        table.add_row(one.way, *sizes, show_bytes(one.total), f"{one.total:,}", f"{one.bits_per_weight:.3f}")
+    out.print(table)
+    budgets = [one.budget for one in planned.sizes if one.budget is not None]
+    if budgets:
+        what = "the experts" if planned.of == "experts" else "the model"
+        out.print(f"--target-bytes of {what}: from {budgets[0]:,}; above {budgets[-1]:,} there is nothing to gain")
 
 
 def _form_note(form: "Stored", fewest: str | None) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -79,6 +80,43 @@ def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -
     return chosen
 
 
+def total_error(chosen: Mapping[int, Candidate]) -> float:
+    """Returns the error of all choices together."""
+    return sum(candidate.error for candidate in chosen.values())
+
+
+def total_bytes(chosen: Mapping[int, Candidate]) -> int:
+    """Returns the bytes of all choices together."""
+    return sum(candidate.nbytes for candidate in chosen.values())
+
+
+def smallest(candidates: Mapping[int, Sequence[Candidate]]) -> dict[int, Candidate]:
+    """Returns the smallest candidate for each."""
+    return {key: min(some, key=lambda one: one.nbytes) for key, some in candidates.items()}
+
+
+def ways(
+    candidates: Mapping[int, Sequence[Candidate]],
+    alike: Mapping[int, Sequence[Candidate]],
+    room: int,
+    of_maps: Mapping[int, Sequence[Candidate]] = MappingProxyType({}),
+) -> list[dict[int, Candidate]]:
+    """Returns what can be chosen in so many bytes: what `allocate` gives layers as they are, and with matrices alike.
+
+    And every choice that is the same everywhere, if there is room for it: the best of all is never worse than those.
+
+    `alike` are those with the same choice for all matrices of a layer, in the same order of choices in all layers.
+    Linear maps have their own choices, in the same order in all of them, under keys that are no layers'.
+    """
+    found = [allocate({**some, **of_maps}, room) for some in (candidates, alike)]
+    of_layers = [dict(zip(alike, same, strict=True)) for same in zip(*alike.values(), strict=True)] or [{}]
+    of_rest = [dict(zip(of_maps, same, strict=True)) for same in zip(*of_maps.values(), strict=True)] or [{}]
+    for same in ({**one, **other} for one in of_layers for other in of_rest):
+        if total_bytes(same) <= room:
+            found.append(same)
+    return found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
     """Room for the experts of all compressed layers, everything included; `InputError` unless it is above 0."""
@@ -97,7 +135,7 @@ class Budget:
         if self.target_bytes is not None:
             return self.target_bytes
         assert self.budget_bits is not None
-        return int(self.budget_bits * _weights(layers) / 8)
+        return int(self.budget_bits * expert_weights(layers) / 8)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the budget is below what the centres of the layers alone take."""
@@ -109,7 +147,7 @@ class Budget:
         if self.nbytes(layers) < centres:
             raise InputError(
                 f"a budget of {self.nbytes(layers):,} bytes is below the {centres:,} bytes of the centres of "
-                f"{len(layers)} layers alone, {8 * centres / _weights(layers):.2f} bits per expert weight; "
+                f"{len(layers)} layers alone, {8 * centres / expert_weights(layers):.2f} bits per expert weight; "
                 "raise it or compress fewer layers"
             )
 
@@ -138,7 +176,7 @@ def _centre_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int
     return codes.form.of_matrix(matrix).bytes(matrix, (), jnp.dtype(jnp.float32))
 
 
-def _weights(layers: Sequence[SourceLayer]) -> int:
+def expert_weights(layers: Sequence[SourceLayer]) -> int:
     """Weights of the experts of all layers."""
     return sum(layer.num_experts * math.prod(shape) for layer in layers for shape in layer.shapes.values())
 

@@ -15,7 +15,9 @@ from moe_jax.compression.coding.coder import ExpertCoder
 from moe_jax.core.code_options import TABLE_BITS
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms.kernel_of_codes import CodedLevels
 from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.without_codes import config_without_codes
 from moe_jax.models import LinearCodes, ModelConfig, RecurrentConfig
 from moe_jax.models.linear_codes import EMBED, EMBEDDING, HEAD, HEAD_KERNEL, joined_codes
 
@@ -73,6 +75,20 @@ def linear_maps(config: ModelConfig) -> list[LinearMap]:
     return found + last
 
 
+def parts_of_leaves(config: ModelConfig) -> dict[str, Part]:
+    """Returns the part that every leaf of a linear map belongs to, by its path, whether it is whole or in codes."""
+    every = linear_maps(config_without_codes(config))
+    whole: dict[str, Part] = {one.leaf: one.part for one in every}
+    coded: dict[str, Part] = {one.path: one.part for one in every}
+    found: dict[str, Part] = {}
+    for path in leaf_specs(config):
+        module, in_codes, _ = path.partition(f"/{CodedLevels.folder}")
+        part = coded.get(module) if in_codes else whole.get(path)
+        if part is not None:
+            found[path] = part
+    return found
+
+
 def usual_codes(one: LinearMap, bits: int, options: Mapping[str, Any]) -> LinearCodes:
     """Returns codes of so many bits for a map, and the other options of codes that experts have; a table if it may."""
     others = {name: options[name] for name in ("group_size", "scale_bits", "zero_points", "row_scales")}
@@ -101,7 +117,11 @@ def check_maps(config: ModelConfig) -> list[LinearMap]:
     config.check_no_tower("a model whose linear maps are put in codes")
     maps = linear_maps(config)
     if not maps:
-        raise InputError("all linear maps of the model are in codes already: there is nothing left to compress")
+        again = ", but for its experts, which --of experts compresses again" if config.moe_layers else ""
+        raise InputError(
+            f"all linear maps of the model are in codes already: there is nothing left to compress{again}; other codes "
+            "are made from the model that these were made from"
+        )
     return maps
 
 

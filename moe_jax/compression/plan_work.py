@@ -27,6 +27,14 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 
 
+def carried_out(config: ModelConfig, plan: Plan) -> ModelConfig:
+    """Returns the config of the model that a plan makes of one with this config."""
+    layers = list(config.layers)
+    for i, moe in plan.banks.items():
+        layers[i] = dataclasses.replace(layers[i], mlp=moe)
+    return with_codes(dataclasses.replace(config, layers=tuple(layers)), plan.codes)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanWork:
     """Carries out plans of a job: everything that any of them needs.
@@ -63,10 +71,7 @@ class PlanWork:
 
     def config_of(self, plan: Plan) -> ModelConfig:
         """Returns the config of the model that a plan makes."""
-        layers = list(self.source.config.layers)
-        for i, moe in plan.banks.items():
-            layers[i] = dataclasses.replace(layers[i], mlp=moe)
-        return with_codes(dataclasses.replace(self.source.config, layers=tuple(layers)), plan.codes)
+        return carried_out(self.source.config, plan)
 
     def compress_layer(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.compression.calibration.expert_statistics import BACKGROUND
+from moe_jax.compression.coding.half_products import weighed_squares
 from moe_jax.compression.part_report import Losses, PartReport, TriedPlan, root_ratio
 from moe_jax.compression.recovery_figures import Recovery
 from moe_jax.core.formatting import show_bytes
@@ -104,7 +105,10 @@ class Measure:
         columns, unit = _column_sums(kernel, base, approximation)
         self._sums[expert] += np.asarray(columns, np.float64).sum(axis=1) * float(unit) ** 2
         if moment is not None:
-            self._outputs += np.asarray(_output_sums(kernel, base, approximation, moment), np.float64)
+            nothing = np.zeros((1, 1), np.float32)
+            for number, left_out in enumerate(((nothing, nothing), (base, approximation))):
+                columns = _output_sums(kernel, *left_out, moment)
+                self._outputs[number] += np.sum(np.asarray(columns), dtype=np.float64)
 
     @property
     def squared_error(self) -> float:
@@ -164,13 +168,12 @@ def _column_sums(
 def _output_sums(
     kernel: Float[Array, "i o"],
     base: Float[Array, "#i #o"],
-    approximation: Float[Array, "i o"],
+    approximation: Float[Array, "#i #o"],
     moment: Float[Array, "i i"],
-) -> Float[Array, "2"]:
-    """tr(W^T H W) and tr(E^T H E)."""
-    kernel = kernel.astype(jnp.float32)
-    error = kernel - base.astype(jnp.float32) - approximation
-    return jnp.stack([jnp.sum(part * (moment @ part)) for part in (kernel, error)])
+) -> Float[Array, " o"]:
+    """The terms of tr(E^T H E) for what base and approximation leave of a kernel, a column each."""
+    error = kernel.astype(jnp.float32) - base.astype(jnp.float32) - approximation
+    return weighed_squares(moment, error)
 
 
 DENSE = "dense model"
@@ -219,6 +222,7 @@ class Report:
       losses: of the calibration text, where it was run through the layers as they were compressed; else None.
       tried: plans that were tried before the best one was carried out.
       bytes_before, bytes_after: of all weights, on the disk if the model is there.
+      earlier: compressions of the model before this one, in words (`options.in_words`).
       calibration_tokens: number of tokens of every source of the calibration, by its name; None: there was none.
       recovery: None: nothing was tuned after the compression.
     """
@@ -229,6 +233,7 @@ class Report:
     tried: tuple[TriedPlan, ...] = ()
     bytes_before: int
     bytes_after: int
+    earlier: tuple[str, ...] = ()
     calibration_tokens: Mapping[str, int] | None = None
     recovery: Recovery | None = None
 
@@ -288,6 +293,7 @@ class Report:
         made["layers"] = tuple(LayerReport.from_note(layer) for layer in fields["layers"])
         made["parts"] = tuple(PartReport(**part) for part in fields.get("parts", ()))
         made["losses"] = Losses(**fields["losses"]) if "losses" in fields else None
+        made["earlier"] = tuple(fields.get("earlier", ()))
         return cls(**made, calibration_tokens=fields.get("calibration_tokens"))
 
     def to_json(self) -> dict[str, Any]:
@@ -300,6 +306,7 @@ class Report:
             "bytes_after": self.bytes_after,
             **({} if self.calibration_tokens is None else {"calibration_tokens": dict(self.calibration_tokens)}),
             "warnings": list(self.warnings),
+            **({} if not self.earlier else {"earlier": list(self.earlier)}),
             **({} if not self.parts else {"parts": [dataclasses.asdict(part) for part in self.parts]}),
             **({} if self.losses is None else {"losses": self.losses._asdict()}),
             **({} if not self.tried else {"tried": [one._asdict() for one in self.tried]}),

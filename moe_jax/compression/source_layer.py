@@ -15,14 +15,17 @@ from moe_jax.compression.calibration.recording import LayerCalibration, LayerRow
 from moe_jax.compression.threads import ahead, in_threads
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast, check_finite, largest_magnitude
+from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms import KernelForm, ffn_matrices
 from moe_jax.experts.forms.coding import Wanted
 from moe_jax.experts.on_host import base_kernel, expert_kernels
-from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.model_source import ModelSource, read_part
 from moe_jax.models import BankConfig, MoEConfig
 
 Write = Callable[[str, np.ndarray], None]
 """Takes a leaf: its path below the layer's `mlp`, and the array."""
+LARGE_LEAF = 2**28
+"""Bytes of the kernels of all experts, from which on they are read one after another."""
 LARGEST_WEIGHT = 2.0**50
 """Methods compute in float32, in which the sum over a kernel of the squares of larger numbers could be infinite."""
 
@@ -149,9 +152,22 @@ class SourceLayer:
 
     def _kernels(self, name: str) -> Iterator[np.ndarray]:
         path, matrix = self._path("experts"), self.matrices[name]
-        yield from expert_kernels(self._read, self.moe.bank, path, matrix, dtype=np.dtype(np.float32))
+        leaf = f"{path}/{name}/kernel"
+        if not self.moe.bank.form.over_base and self._can_read_parts(leaf):
+            experts, *others = self._stored[leaf].shape
+            whole = tuple(slice(0, size) for size in others)
+            yield from (read_part(self._source, leaf, (slice(e, e + 1), *whole))[0] for e in range(experts))
+        else:
+            yield from expert_kernels(self._read, self.moe.bank, path, matrix, dtype=np.dtype(np.float32))
         if self._with_universal:
             yield self._read(self._path(f"universal/{name}/kernel"))
+
+    def _can_read_parts(self, path: str) -> bool:
+        """Whether a leaf is so large that it is better read in parts, and is stored so that no part needs the rest."""
+        nbytes = count_bytes([self._stored[path]])
+        is_last = self._last is not None and self._last[0] == path
+        has_parts = hasattr(self._source, "read_part") and self._source.stored_bytes(path) >= nbytes
+        return nbytes >= LARGE_LEAF and has_parts and not is_last
 
     def _read(self, path: str) -> np.ndarray:
         """Reads a leaf, and keeps it until the next one: the kernels of a full bank are gone through twice."""

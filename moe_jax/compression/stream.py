@@ -16,18 +16,18 @@ from moe_jax.compression.board import Board
 from moe_jax.compression.calibration.map_analysis import MapAnalysis, analyse_maps
 from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.calibration.sensitivities import check_full_experts
-from moe_jax.compression.coding.storage import LEAF_OVERHEAD
 from moe_jax.compression.in_order import OnLayer
 from moe_jax.compression.linear_maps import LinearMap, check_maps
 from moe_jax.compression.measured_plans import Tried
 from moe_jax.compression.methods.interface import Method, Rest, check_base
 from moe_jax.compression.options.in_common import Of
+from moe_jax.compression.options.in_words import compressions_of
 from moe_jax.compression.part_report import TriedPlan
 from moe_jax.compression.plan_work import PlanWork
 from moe_jax.compression.report import LayerFigures, LayerReport, Report
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
-from moe_jax.core.formatting import count_bytes, count_parameters
+from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.distributed.sharding import make_mesh
@@ -39,7 +39,6 @@ from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import is_tuned
-from moe_jax.model_io.without_codes import weights_in_linear_codes
 from moe_jax.models import ModelConfig, config_to_json
 
 
@@ -96,7 +95,7 @@ def compress(
     if method.origin is not None and base is not None:
         raise InputError(f"--base does not go with this method: it takes the {method.origin}")
 
-    rest = _rest(source, maps, indices)
+    rest = Rest.of(source, maps, indices)
     work = PlanWork(
         source=source,
         method=method,
@@ -170,6 +169,7 @@ def compress(
                 tried=tuple(TriedPlan(one.expected, one.measured) for one in tried),
                 bytes_before=before[-1],
                 bytes_after=after[-1],
+                earlier=compressions_of(source.lineage),
                 calibration_tokens=(None if calibration is None else dict(calibration.sources)) or None,
             )
             writer.lineage[-1]["measured"] = report.to_json()
@@ -193,19 +193,6 @@ def _analysed(work: PlanWork, options: Mapping[str, Any], store: AnalysisStore |
     how: Any = {"mesh": make_mesh({"data": -1}, jax.local_devices()), "progress": work.progress}
     with _place_of_pass(store, "maps") as place:
         return analyse_maps(work.source, work.rest.maps, calibration.rows, place, options, **how)
-
-
-def _rest(source: ModelSource, maps: Sequence[LinearMap], indices: Sequence[int]) -> Rest:
-    """Returns what is known of a model outside its experts before any analysis."""
-    stored, experts = source.specs(), tuple(f"layers/{i}/mlp/experts/" for i in indices)
-    of_maps = {one.leaf for one in maps}
-    fixed = {path: spec for path, spec in stored.items() if path not in of_maps and not path.startswith(experts)}
-    return Rest(
-        maps=maps,
-        itemsizes={one.path: stored[one.leaf].dtype.itemsize for one in maps},
-        fixed_bytes=count_bytes(fixed.values()) + LEAF_OVERHEAD * len(fixed),
-        weights=count_parameters(stored.values()) + weights_in_linear_codes(source.config),
-    )
 
 
 def linear_maps_of(config: ModelConfig, method: Method, *, extended: bool) -> list[LinearMap]:
@@ -258,7 +245,7 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
     some = [SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers]
     method.check(some)
-    method.check_model(some, _rest(source, linear_maps_of(source.config, method, extended=extended), layers))
+    method.check_model(some, Rest.of(source, linear_maps_of(source.config, method, extended=extended), layers))
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:

@@ -331,3 +331,15 @@ def _blocks(starts: list[int], run: int) -> Iterator[tuple[int, int]]:
         if i == len(starts) or starts[i] + run - starts[first] > _BLOCK or starts[i] - starts[i - 1] - run > _GAP:
             yield first, i
             first = i
+
+
+def taken_bytes(path: str | os.PathLike[str]) -> int | None:
+    """Returns the bytes of a file, or of a folder and all in it, folders included, as `du -sbL` counts them.
+
+    None: there is nothing at the path, or it is in a bucket.
+    """
+    place = as_path(path).on_disk
+    if place is None or not place.exists():
+        return None
+    every = (place, *(place.rglob("*") if place.is_dir() else ()))
+    return sum(one.stat().st_size for one in every if one.exists())

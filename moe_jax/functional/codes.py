@@ -308,7 +308,7 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
       start: a column of the part.
       width: columns of the result.
     """
-    codes, scales = _columns(leaves["codes"], start, width), block_scales(leaves, whole, start, width)
+    codes, scales = columns_of(leaves["codes"], start, width), block_scales(leaves, whole, start, width)
     first_row = leaves["origin"][0] if "origin" in leaves else 0
     halves = (codes[:, None, :] >> jnp.array([0, 4], jnp.uint8)[None, :, None]) & jnp.uint8(15)
     levels = select_levels(halves.reshape(-1, width)[:rows], [jnp.float32(level) for level in LEVELS], 4)
@@ -321,7 +321,7 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
 
 def block_scales(leaves: Leaves, whole: int, start: Int[Array, ""] | int, width: int) -> Float[Array, "b w"]:
     """Returns the scale of every block of the whole kernel's rows in some columns, float32; see `nf4_tile`."""
-    scale_codes = _columns(leaves["scale_codes"], start, width)
+    scale_codes = columns_of(leaves["scale_codes"], start, width)
     first_column = leaves["origin"][1] if "origin" in leaves else 0
     block = jnp.arange(scale_codes.shape[0], dtype=jnp.int32)[:, None]
     column = jnp.arange(width, dtype=jnp.int32)[None, :] + first_column + start
@@ -391,5 +391,6 @@ def _middles(levels: np.ndarray) -> np.ndarray:
     return (levels[:-1] + levels[1:]) / np.float32(2)
 
 
-def _columns(array: Array, start: Int[Array, ""] | int, width: int) -> Array:
+def columns_of(array: Array, start: Int[Array, ""] | int, width: int) -> Array:
+    """Returns some columns of an array [i, o]."""
     return array if width == array.shape[1] else lax.dynamic_slice_in_dim(array, start, width, 1)

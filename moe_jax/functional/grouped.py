@@ -29,6 +29,9 @@ from moe_jax.kernels.plain import ragged_outer, ragged_product, zero_rows_beyond
 
 # Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
 TILES = (256, 64)
+# By the most rows of all groups together. Of one token, groups have a single row; up to four take hardly longer than
+# one, and up to 16 hardly longer than eight (measured).
+TILES_OF_FEW = {2: 1, 16: 4, 64: 16}
 # Most entries of a tile of a kernel. With many rows a tile is used often and may be large; with few rows it should stay
 # in the cache (measured on kernels of 4096 x 11008 and 11008 x 4096: 100 to 300 columns are fastest, and a whole kernel
 # takes three times as long).
@@ -44,7 +47,7 @@ def grouped_matmul(
 
     Args:
       lhs: rows sorted by group.
-      rhs: one kernel per group, of the dtype of `lhs`.
+      rhs: one kernel per group, of the dtype of `lhs` or a narrower one, and then cast to it.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
       backend: `auto`, or a key of `BACKENDS`.
     """
@@ -59,7 +62,7 @@ def _backward(backend: str, residuals: tuple[Array, Array, Array], dout: Array) 
     lhs, rhs, group_sizes = residuals
     dlhs = _choose("transposed", backend)(dout, rhs, group_sizes)
     drhs = _choose("outer", backend)(lhs, dout, group_sizes)
-    return dlhs, drhs, None
+    return dlhs, drhs.astype(rhs.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -77,7 +80,13 @@ def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], c
       body: called with the number of rows of a tile and its first row in the group.
       carry: initial value.
     """
-    long, short = (min(tile, longest_tile(rows)) for tile in TILES)
+    longest = longest_tile(rows)
+    if rows <= max(TILES_OF_FEW):
+        # Of one size: what XLA moves in front of a loop over them, it would move in front of each of two.
+        return lax.fori_loop(
+            0, (size + longest - 1) // longest, lambda t, carry: body(longest, t * longest, carry), carry
+        )
+    long, short = (min(tile, longest) for tile in TILES)
     full = size // long
     carry = lax.fori_loop(0, full, lambda t, carry: body(long, t * long, carry), carry)
     remainder = size - full * long
@@ -126,8 +135,8 @@ def over_groups_with_rows(group_sizes: Int[Array, " E"], body: Callable[[Array, 
     return lax.fori_loop(0, count, lambda n, carry: body(with_rows[n].astype(jnp.int32), carry), carry)
 
 
-def of_this_turn(arrays: Any, turn: Array) -> tuple[Any, Array]:
-    """Returns arrays, and the number of a turn of a loop, so that XLA converts nothing of them outside of the loop.
+def of_this_turn(arrays: Any, turn: Any) -> tuple[Any, Any]:
+    """Returns arrays, and the numbers of a turn of loops, so that XLA converts nothing of the arrays outside of these.
 
     XLA:CPU has no operations on bfloat16, not even one that takes a slice: it converts the whole array, and because
     that is the same in every turn, it does so in front of all loops, and keeps the copy in float32: of the experts of
@@ -139,7 +148,8 @@ def of_this_turn(arrays: Any, turn: Array) -> tuple[Any, Array]:
 
 def longest_tile(rows: int) -> int:
     """Returns the rows of the longest tile of `over_tiles`: padding by this many keeps every tile inside the array."""
-    return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
+    few = next((tile for most, tile in TILES_OF_FEW.items() if rows <= most), None)
+    return min(max(TILES), max(8, 1 << (rows - 1).bit_length())) if few is None else few
 
 
 def looped_product(
@@ -185,13 +195,42 @@ def looped_product(
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
+def looped_rows(
+    lhs: Float[Array, "M k"],
+    group_sizes: Int[Array, " E"],
+    width: int,
+    product_of: Callable[[Array], Callable[[Float[Array, "m k"]], Float[Array, "m n"]]],
+) -> Float[Array, "M n"]:
+    """Does what `looped_product` does without making kernels, for rows so few that every tile of them does it anew.
+
+    Args:
+      lhs, group_sizes, width: see there.
+      product_of: given a group, returns a function of some rows to their product with its kernel.
+    """
+    rows, starts = lhs.shape[0], jnp.cumsum(group_sizes) - group_sizes
+    padded = jnp.pad(lhs, ((0, longest_tile(rows)), (0, 0)))
+
+    def group(e: Array, out: Array) -> Array:
+        product = product_of(e)
+
+        def multiply(tile: int, offset: Array, out: Array) -> Array:
+            block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
+            # As in `looped_product`, rows beyond the group are overwritten later.
+            return lax.dynamic_update_slice_in_dim(out, product(block).astype(out.dtype), starts[e] + offset, 0)
+
+        return over_tiles(group_sizes[e], rows, multiply, out)
+
+    out = over_groups_with_rows(group_sizes, group, jnp.zeros((padded.shape[0], width), lhs.dtype))
+    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+
+
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
         def tile(start: Array, columns: int) -> Array:
-            kernels, at = of_this_turn(rhs, e)
+            kernels, (at, first) = of_this_turn(rhs, (e, start))
             zero, size = jnp.zeros((), jnp.int32), list(rhs.shape)
             size[0], size[1 if contract_out else 2] = 1, columns
-            tile = lax.dynamic_slice(kernels, (at, start, zero) if contract_out else (at, zero, start), size)[0]
+            tile = lax.dynamic_slice(kernels, (at, first, zero) if contract_out else (at, zero, first), size)[0]
             return tile.astype(lhs.dtype)
 
         return tile
@@ -289,13 +328,21 @@ BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
 
 def _choose(operation: str, backend: str) -> Callable[..., Array]:
     if backend != "auto":
-        return BACKENDS[backend][operation]
+        return _backend(backend, operation)
     choose: Any = partial(
         lax.platform_dependent,
-        cpu=BACKENDS["blocked"][operation],
-        cuda=BACKENDS["gpu"][operation],
-        tpu=BACKENDS["tpu" if one_device() else "ragged_dot"][operation],
-        default=BACKENDS["ragged_dot"][operation],
+        cpu=_backend("blocked", operation),
+        cuda=_backend("gpu", operation),
+        tpu=_backend("tpu" if one_device() else "ragged_dot", operation),
+        default=_backend("ragged_dot", operation),
     )
     # `ragged_dot` and most kernels cannot be batched; under `jax.vmap` one product comes after the other.
     return sequential_vmap(choose)
+
+
+def _backend(name: str, operation: str) -> Callable[..., Array]:
+    """Returns a function of `BACKENDS`; all but `blocked`, which casts its tiles, are given kernels that are cast."""
+    function = BACKENDS[name][operation]
+    if name == "blocked":
+        return function
+    return lambda lhs, rhs, group_sizes: function(lhs, rhs.astype(lhs.dtype), group_sizes)

@@ -26,9 +26,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe_jax.functional.dense import linear
 from moe_jax.functional.grouped import (
     longest_tile,
     looped_product,
+    looped_rows,
     of_this_turn,
     over_columns,
     over_tiles,
@@ -55,6 +57,9 @@ BLOCK_ENTRIES = 1 << 26
 # If an expert has more rows than this on average, kernels that are expensive to make are made in blocks: otherwise they
 # would be made again for every 128 rows.
 FEW_ROWS = 128
+
+# On a CPU, most rows in all for which no kernel is made where that can be done without (`Tiles.product_of_few`).
+FEW_ROWS_ON_CPU = 16
 
 
 class InTriton(NamedTuple):
@@ -96,6 +101,17 @@ class Tiles(abc.ABC):
           arrays: of one expert, by name.
           start, width: which columns.
         """
+
+    def product_of_few(self, rows: Float[Array, "m i"], arrays: Stacked) -> Float[Array, "m o"] | None:
+        """Returns the product of few rows with what is added to the base, or else the kernel; float32.
+
+        No kernel is made for it, as on a CPU it would be written to memory and read again. None: there is no such way.
+
+        Args:
+          rows: of one expert.
+          arrays: of that expert, by name.
+        """
+        return None
 
     def fused(self) -> FusedTile | str:
         """Returns how tiles are made inside a TPU kernel, which adds them to the base; or why they are not."""
@@ -203,14 +219,54 @@ def _say_why_not_fused(reason: str) -> None:
 
 
 def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
+    if given.lhs.shape[0] > FEW_ROWS_ON_CPU or not _multiplies_few(tiles, given):
+        return _looped_tiles(given, tiles=tiles)
+    ways = {"cpu": partial(_product_of_few, tiles=tiles), "default": partial(_looped_tiles, tiles=tiles)}
+    return lax.platform_dependent(given, **ways)
+
+
+def _looped_tiles(given: Operands, *, tiles: Tiles) -> Array:
     lhs, base, trained, fixed, group_sizes = given
 
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
-        (arrays, of_all), at = of_this_turn((trained | fixed, base), e)
+        arrays, at = of_this_turn(trained | fixed, e)
         leaves = _expert(arrays, at)
-        return lambda start, width: tiles.tile(_base_tile(of_all, start, width), leaves, start, width).astype(lhs.dtype)
+
+        def tile(start: Array, width: int) -> Array:
+            of_all, (_, first) = of_this_turn(base, (e, start))
+            return tiles.tile(_base_tile(of_all, first, width), leaves, start, width).astype(lhs.dtype)
+
+        return tile
 
     return looped_product(lhs, group_sizes, tiles.shape[1], kernel_of)
+
+
+def _multiplies_few(tiles: Tiles, given: Operands) -> bool:
+    arrays = given.trained | given.fixed
+    one = {name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for name, array in arrays.items()}
+    rows = jax.ShapeDtypeStruct((1, given.lhs.shape[1]), given.lhs.dtype)
+    return jax.eval_shape(tiles.product_of_few, rows, one) is not None
+
+
+def _product_of_few(given: Operands, *, tiles: Tiles) -> Array:
+    lhs, base, trained, fixed, group_sizes = given
+
+    def product_of(e: Array) -> Callable[[Array], Array]:
+        (arrays, of_all), at = of_this_turn((trained | fixed, base), e)
+        leaves = _expert(arrays, at)
+
+        def product(rows: Array) -> Array:
+            own = tiles.product_of_few(rows, leaves)
+            assert own is not None
+            return own if of_all is None else own + linear(rows.astype(jnp.float32), of_all)
+
+        return product
+
+    if group_sizes.shape[0] > 1:
+        return looped_rows(lhs, group_sizes, tiles.shape[1], product_of)
+    # A loop would take longer than what is in it.
+    only = product_of(jnp.zeros((), jnp.int32))(lhs).astype(lhs.dtype)
+    return zero_rows_beyond(only, group_sizes[0])
 
 
 def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:

@@ -262,14 +262,17 @@ def _loaded(
 def dtype_for_generation(source: ModelSource, compute_dtype: str, mesh: Mesh | None = None) -> str | None:
     """Returns the `param_dtype` that suits a model which only generates.
 
-    On a CPU XLA converts narrower weights to the dtype of the activations anew for every token, which takes several
-    times as long as the token itself. So on a CPU weights are widened when they are read, which changes no result,
-    unless that needs more than half of the free memory.
+    On a CPU a dense model is faster with weights in float32. So narrower ones are widened when they are read, which
+    changes no result, unless that needs more than half of the free memory. Those of an MoE in bfloat16 stay as they
+    are: of its weights most belong to experts, whose kernels are read from memory for every token, and half as many
+    bytes are read in less time.
     """
     platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
     if platform != "cpu" or compute_dtype != "float32":
         return None
     specs = source.specs().items()
+    if source.config.moe_layers and all(spec.dtype != jnp.float16 for _, spec in specs):
+        return None
     widened = sum(spec.size * (4 if may_be_cast(path, spec.dtype) else spec.dtype.itemsize) for path, spec in specs)
     available = available_memory()
     return "float32" if available is None or widened <= available // 2 else None

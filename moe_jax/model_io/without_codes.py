@@ -26,10 +26,13 @@ def weights_in_linear_codes(config: ModelConfig) -> int:
     if not has_linear_codes(config):
         return 0
     stored = leaf_specs(config)
-    return sum(math.prod(spec.shape) for path, spec in leaf_specs(_whole(config)).items() if path not in stored)
+    return sum(
+        math.prod(spec.shape) for path, spec in leaf_specs(config_without_codes(config)).items() if path not in stored
+    )
 
 
-def _whole(config: ModelConfig) -> ModelConfig:
+def config_without_codes(config: ModelConfig) -> ModelConfig:
+    """Returns the config with linear maps outside the experts, embedding and head whole."""
     layers = tuple(dataclasses.replace(layer, codes=()) for layer in config.layers)
     return dataclasses.replace(config, layers=layers, codes=())
 
@@ -44,7 +47,7 @@ class _WithoutCodes(ChangedSource):
 
     def __init__(self, source: ModelSource):
         config = source.config
-        super().__init__(source, _whole(config))
+        super().__init__(source, config_without_codes(config))
         self._stored = source.specs()
         self._forms: dict[str, Coded] = {path: one.form for one in config.codes for path in one.paths}
         for index, layer in enumerate(config.layers):

@@ -61,6 +61,7 @@ def planned_compression(
     scale_bits: int | None,
     zero_points: bool,
     row_scales: bool,
+    group_size: int | None,
     compress_layers: str | None,
     dtype: str | None,
 ) -> PlannedCompression:
@@ -72,11 +73,13 @@ def planned_compression(
     check_method(method)
     base = "none" if METHODS[method].origin == NO_BASE else "shared"
     given = {"levels": levels, "scale_bits": scale_bits, "zero_points": zero_points, "row_scales": row_scales}
-    check_options([method], [name for name, value in given.items() if value])
+    of_groups = {} if group_size is None else {"group_size": group_size or None}
+    check_options([method], [*(name for name, value in given.items() if value), *of_groups])
     check_levels(levels or "any", DEFAULT_BITS, zero_points=zero_points)
     check_scale_bits(16 if scale_bits is None else scale_bits)
     more = {name: value for name, value in given.items() if name != "levels" and value}
-    format_ = {**METHODS[method].codes_format, **more, **({"table": True} if levels == "fitted" else {})}
+    table = {"table": True} if levels == "fitted" else {}
+    format_ = {**METHODS[method].codes_format, **more, **of_groups, **table}
     of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
     planned_bits = METHODS[method].planned_centre_bits
     centre = centre_options(centre_bits or planned_bits, centre_group_size, **of_centre)

@@ -57,7 +57,7 @@ _ORDER = (
     "parameters",
     "active per token",
     "of its own",
-    "on the disk",
+    "weights on the disk",
     "experts",
     "compressed by",
     "bytes of experts that stay",
@@ -93,7 +93,7 @@ def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, html.Cell]:
         figures["active per token"] = f"{sizes.active:,}"
         if sizes.own is not None:
             figures["of its own"] = f"{sizes.own:,}"
-        figures["on the disk"] = show_bytes(sizes.stored)
+        figures["weights on the disk"] = show_bytes(sizes.stored)
         figures["experts"] = html.lines(experts_in_words(subject.model.config)) or "none"
         entry = last_compression(subject.model)
         if entry is not None:

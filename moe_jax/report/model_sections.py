@@ -78,7 +78,7 @@ def model_facts(source: ModelSource, sizes: Sizes) -> Markup:
             "parameters": f"{sizes.parameters:,}",
             "active per token": f"{sizes.active:,}" if sizes.active != sizes.parameters else None,
             "stored here": None if sizes.own is None else f"{sizes.own:,}",
-            "on the disk": show_bytes(sizes.stored),
+            "weights on the disk": show_bytes(sizes.stored),
             "experts": "; ".join(experts) if experts else None,
             "sees": vision_in_words(config),
             "stands on": None if base is None else str(base),

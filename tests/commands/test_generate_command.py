@@ -283,6 +283,13 @@ def test_on_a_cpu_weights_are_widened_once_and_not_for_every_token(config, tmp_p
     assert loading.dtype_for_generation(source, "float32") is None
 
 
+def test_on_a_cpu_experts_stay_as_they_are_stored(model):
+    mixture = moe_jax.upcycle(model, experts=2, every=1)
+    narrow = {dtype: moe_jax.load(mixture, dtype=dtype).source for dtype in ("bfloat16", "float16")}
+    assert loading.dtype_for_generation(narrow["bfloat16"], "float32") is None
+    assert loading.dtype_for_generation(narrow["float16"], "float32") == "float32"
+
+
 def test_a_rate_that_would_count_compilation_is_not_said():
     few, more = ([(1.0 + 0.1 * i, 1) for i in range(count)] for count in (1 + FIRST_BLOCK, 11 + FIRST_BLOCK))
     assert _speed(few).per_second is None and _speed(more).per_second == pytest.approx(10)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import moe_jax
 from moe_jax.commands import cli
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig
@@ -32,6 +33,14 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "moe": write_model(folder / "moe", moe, trained, (tokenizer,)),
         "one": write_model(folder / "one", one, {path: trained[path] for path in leaf_specs(one)}, (tokenizer,)),
     }
+
+
+@pytest.fixture(scope="session")
+def coded(models, tmp_path_factory):
+    """`moe` with everything in codes of 4 bits."""
+    out = tmp_path_factory.mktemp("coded") / "model"
+    moe_jax.compress(models["moe"], out, method="quantize", bits=4, group_size=8, of="model", zero_points=True)
+    return out
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.spec import parse_layers
 from moe_jax.compression.stream import choose_layers
 from moe_jax.core.errors import InputError
-from moe_jax.core.formatting import count_bytes
+from moe_jax.core.formatting import count_bytes, show_bytes
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
 from tests.support.dense_models import dense_config
@@ -37,7 +38,12 @@ def test_the_report_and_the_lineage(models, tmp_path, out_of):
     assert given.items() <= entry["options"].items()
     assert [source["path"] for source in entry["sources"]] == [str(models["moe"]), str(models["dense"])]
     assert [layer["layer"] for layer in entry["measured"]["layers"]] == [0, 2]
-    assert "layers [2]" in out_of("inspect", tmp_path / "out")
+    inspected = out_of("inspect", tmp_path / "out")
+    assert "layers [2]" in inspected
+    folders = [folder for folder, *_ in os.walk(tmp_path / "out")]
+    files = [file for folder in folders for file in Path(folder).iterdir() if file.is_file()]
+    taken = show_bytes(sum(os.stat(path).st_size for path in (*folders, *files)))
+    assert f"wrote {tmp_path / 'out'}: {taken}" in printed and f"on the disk: {taken}" in inspected
 
 
 def test_another_dtype_and_what_the_bytes_are(models, tmp_path, out_of):
@@ -63,6 +69,7 @@ def test_json_is_the_lineages_figures(models, tmp_path, out_of):
     *layers, model = map(json.loads, printed.splitlines())
     measured = json.loads((tmp_path / "out" / "lineage.json").read_text())[-1]["measured"]
     whole = {"model": str(models["moe"]), "out": str(tmp_path / "out"), **measured}
+    assert model.pop("disk_bytes") > model["bytes_after"]
     assert model == {key: value for key, value in whole.items() if key != "layers"}
     assert [layer["layer"] for layer in layers] == [0, 2]
     specs = ModelDirectory(tmp_path / "out").specs()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.compression.options.in_words import compressions_of
 from moe_jax.compression.report import (
     DENSE,
     LOW_COSINE,
@@ -156,3 +157,22 @@ def test_columns_have_a_text_for_every_layer_and_none_is_empty():
         "bytes": ["250 B", "250 B"],
         "kept": ["25.0%", "25.0%"],
     }
+
+
+def test_earlier_compressions_in_words():
+    """A lineage comes from a file, which may lack anything, or hold anything."""
+    of = {"path": "moe-dir", "fingerprint": "0"}
+    options = {"method": "quantize", "bits": 3, "group_size": 128, "feedback": False, "zero_points": True, "of": "rest"}
+    lineage = [
+        {"command": "upcycle", "options": {"experts": 4}},
+        {"command": "compress", "options": {"method": "resmoe", "keep": 0.25}, "sources": [of]},
+        {"command": "compress", "options": options},
+        {"command": "compress", "options": {"method": "of\x1bold", "keep": 1}, "sources": [3]},
+        {"command": "compress"},
+    ]
+    assert compressions_of(lineage) == (
+        "resmoe --keep 0.25, of moe-dir",
+        "quantize --bits 3 --no-feedback --zero-points --of rest",
+        "of\\x1bold",
+        "an unknown method",
+    )

@@ -18,7 +18,9 @@ from moe_jax.compression.source_layer import (
     unaligned,
 )
 from moe_jax.core.errors import InputError
+from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
+from tests.support.dense_models import write_model
 from tests.support.moe_models import memory_moe
 
 D, F, E = 16, 24, 3
@@ -121,3 +123,14 @@ def test_an_ffn_for_all_tokens_is_the_last_expert_of_the_bank_and_is_written_on_
     alone = layer_of(shape)
     write_universal(alone, written.__delitem__)  # which would fail
     assert len([*routed_kernels(alone, "up")]) == E
+
+
+def test_kernels_of_a_large_leaf_are_read_one_after_another(tmp_path, monkeypatch):
+    """From a model on the disk, and the leaf is not read as a whole."""
+    memory = memory_moe(BankConfig(), noise=1.0, shape=SHAPES["gated"], num_experts=E)
+    source, whole = ModelDirectory(write_model(tmp_path / "moe", memory.config, memory.leaves)), []
+    monkeypatch.setattr(source_layer, "LARGE_LEAF", 1)
+    monkeypatch.setattr(ModelDirectory, "read", lambda self, path: whole.append(path))
+    kernels = list(SourceLayer(source, 0).kernels("down"))
+    np.testing.assert_array_equal(np.stack(kernels), memory.leaves["layers/0/mlp/experts/down/kernel"])
+    assert not whole

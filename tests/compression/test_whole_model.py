@@ -11,6 +11,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.commands.cli import main
+from moe_jax.compression import Report
 from moe_jax.compression.linear_maps import linear_maps
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
@@ -29,14 +30,6 @@ LOSSES = r"the calibration text: (\d\.\d{4}) nats per token before, (\d\.\d{4}) 
 
 def compressed(model, out, *more) -> int:
     return main(["compress", str(model), str(out), *CODES, *map(str, more)])
-
-
-@pytest.fixture(scope="module")
-def coded(models, tmp_path_factory):
-    """`moe` with everything in codes of 4 bits."""
-    out = tmp_path_factory.mktemp("coded") / "model"
-    moe_jax.compress(models["moe"], out, method="quantize", bits=4, group_size=8, of="model", zero_points=True)
-    return out
 
 
 def test_a_model_in_codes_is_its_decoded_self_and_its_scales_learn(coded, windows, tmp_path):
@@ -117,6 +110,8 @@ def test_the_rest_alone_keeps_experts_of_any_kind(models, text, windows, tmp_pat
     before, after = logits(small.path, windows), logits(both.path, windows)
     assert np.square(after - before).mean() < 0.2 * np.square(before).mean()
     assert not both.report.layers
+    assert both.report.earlier == (f"ders-quantize --bits 4 --group-size 8, of {models['one']}",)
+    assert Report.from_json(both.report.to_json()).earlier == both.report.earlier
     with pytest.raises(InputError, match="in codes already"):
         moe_jax.compress(both.path, None, **options)
 

@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, FFNConfig, make_bank
-from moe_jax.experts.forms import Quantized
+from moe_jax.experts.forms import Quantized, quantized
 from moe_jax.experts.shapes import Matrix, Window
+from moe_jax.functional import synthesis
+from moe_jax.functional.few_rows import packed_codes
 from moe_jax.functional.routing import Routing
 from tests.experts.code_reference import decoded
 from tests.support.numerics import assert_close, normal, randomised
@@ -57,6 +59,64 @@ def test_kernels_are_what_the_format_says(name, rows, columns, seed):
     leaves = random_leaves(form, matrix, seed)
     expected = decoded(leaves, form, rows)
     np.testing.assert_allclose(form.materialise(None, leaves, matrix), expected, rtol=1e-6, atol=1e-7)
+
+
+PLAIN = {f"{bits} bits": Quantized(bits=bits, group_size=8) for bits in (1, 2, 3, 4, 8)} | {"one": Quantized(bits=3)}
+
+
+@settings(max_examples=examples(8), deadline=None)
+@given(
+    st.sampled_from(sorted(FORMATS | PLAIN)),
+    st.integers(1, 50),
+    st.integers(1, 7),
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
+def test_few_rows_need_no_kernel(name, size, columns, count, seed):
+    """Of groups that divide the kernel and of others; the sums may be rounded in any order."""
+    form, matrix = (FORMATS | PLAIN)[name], Matrix("up", (size, columns))
+    leaves = random_leaves(form, matrix, seed)
+    rows = normal(seed, count, size)
+    expected = decoded(leaves, form, size)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(quantized, "LEAST_BLOCK", 1)
+        patched.setattr(packed_codes, "_TILE_BYTES", 3 * size)
+        got = jax.jit(form.product_of_few)(rows, leaves)
+    wide = np.asarray(rows, np.float64)
+    # Of levels and scales: a zero point may cancel what it is taken from.
+    largest = 2 ** (form.bits + 1) * np.max(np.abs(expected), initial=0) + 2 ** (form.bits + 1)
+    np.testing.assert_allclose(got, wide @ expected, atol=2.0**-22 * size * float(np.max(np.abs(wide))) * largest)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so(bad):
+    """In whole numbers it would become one; and no other row has a part in it."""
+    form, matrix = Quantized(bits=4, group_size=64), Matrix("up", (128, 5))
+    rows = normal(0, 2, 128).at[1, 70].set(bad)
+    got = form.product_of_few(rows, random_leaves(form, matrix, 1))
+    np.testing.assert_array_equal(np.isfinite(got), [[True] * 5, [False] * 5])
+
+
+@pytest.mark.parametrize(("rows", "made"), [(2, False), (16, False), (17, True)])
+def test_few_rows_are_multiplied_with_codes(rows, made, monkeypatch):
+    """The kernels of experts are made for many rows; for few, both ways give the same."""
+    form, matrix = Quantized(bits=4, group_size=64), Matrix("up", (192, 40))
+    leaves, x, sizes = (
+        random_leaves(form, matrix, 3, (3,)),
+        normal(4, rows, 192),
+        jnp.asarray([1, 0, rows - 1], jnp.int32),
+    )
+
+    def product(x):
+        return form.grouped(x, leaves, sizes, matrix)
+
+    tiles = []
+    tile = Quantized.tile
+    monkeypatch.setattr(Quantized, "tile", lambda *given: tiles.append(given) or tile(*given))
+    got = product(x)
+    assert bool(tiles) == made
+    monkeypatch.setattr(synthesis, "FEW_ROWS_ON_CPU", 0)
+    assert_close(got, product(x))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.regular_files import open_regular, read_regular
+from moe_jax.files.regular_files import open_regular, read_regular, taken_bytes
 
 
 def test_reads_a_file_and_what_a_link_points_to(tmp_path):
@@ -53,3 +53,15 @@ def test_refuses_a_file_of_the_system_that_cannot_be_read():
     for read in (open_regular, lambda path: read_regular(path, max_bytes=9)):
         with pytest.raises(InputError, match="/proc/self/mem cannot be read: Input/output error"):
             read("/proc/self/mem")
+
+
+def test_the_bytes_of_a_folder_are_those_of_all_in_it(tmp_path):
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (inner / "c").write_bytes(b"12345")
+    (inner / "link").symlink_to("c")
+    (inner / "broken").symlink_to("nothing")
+    folders = sum(os.stat(folder).st_size for folder in (tmp_path / "a", inner))
+    assert taken_bytes(tmp_path / "a") == folders + 10
+    assert taken_bytes(inner / "c") == 5
+    assert taken_bytes(tmp_path / "nothing") is None

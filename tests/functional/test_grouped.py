@@ -69,8 +69,10 @@ def test_product_and_gradients(shape, cuts, seed):
         chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_groups_longer_than_a_tile(monkeypatch):
+@pytest.mark.parametrize("few", [{2: 1}, {64: 8}])
+def test_groups_longer_than_a_tile(few, monkeypatch):
     monkeypatch.setattr(grouped, "TILES", (8, 2))
+    monkeypatch.setattr(grouped, "TILES_OF_FEW", few)
     sizes = [30, 0, 1, 17, 8]
     lhs = normal(0, 60, 5)
     rhs = normal(1, 5, 5, 7)
@@ -121,6 +123,22 @@ def test_bfloat16_is_within_its_rounding():
         np.testing.assert_allclose(got.astype(jnp.float32), exact, atol=0.02 * float(jnp.max(jnp.abs(exact))))
 
 
+def test_kernels_in_fewer_bits_are_cast_a_tile_at_a_time():
+    """Values and gradients are those of kernels that were cast before, and no cast one is in memory as a whole."""
+    random = np.random.default_rng(3)
+    lhs, weight = (jnp.asarray(random.standard_normal((40, 64)), jnp.float32) for _ in range(2))
+    stored = jnp.asarray(random.standard_normal((3, 64, 64)), jnp.bfloat16)
+    group_sizes = jnp.array([7, 0, 33], jnp.int32)
+    narrow, wide = (values_and_gradients("auto", lhs, rhs, group_sizes, weight)
+                    for rhs in (stored, stored.astype(jnp.float32)))  # fmt: skip
+    for ours, expected in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide), strict=True):
+        np.testing.assert_array_equal(ours, expected.astype(ours.dtype))
+    large = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16)
+    arguments = jax.ShapeDtypeStruct((64, 512), jnp.float32), large, jax.ShapeDtypeStruct((8,), jnp.int32)
+    memory = jax.jit(grouped_matmul).lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < large.size * jnp.dtype(jnp.float32).itemsize / 2
+
+
 def test_cpu_program_does_not_multiply_the_arithmetic():
     """XLA:CPU's own lowering of ragged_dot does E times the work; the seam must not fall back to it."""
     lhs, rhs = jnp.ones((256, 32)), jnp.ones((8, 32, 16))
@@ -129,6 +147,29 @@ def test_cpu_program_does_not_multiply_the_arithmetic():
     assert "stablehlo.while" in text
 
 
-def test_the_longest_tile_is_a_power_of_two_that_holds_the_rows():
-    assert [longest_tile(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 32]
+def test_the_longest_tile_is_short_for_few_rows_and_else_holds_them():
+    assert [longest_tile(rows) for rows in (1, 2, 3, 16, 17, 64)] == [1, 1, 4, 4, 16, 16]
+    assert [longest_tile(rows) for rows in (65, 128, 129)] == [128, 128, 256]
     assert longest_tile(10**6) == max(grouped.TILES)
+
+
+def test_a_kernel_narrower_than_the_rows_is_cast_and_has_a_gradient_of_its_dtype():
+    sizes = jnp.asarray([9, 0, 23], jnp.int32)
+    lhs, rhs = normal(0, 32, 16), normal(1, 3, 16, 8).astype(jnp.bfloat16)
+    for backend in ("blocked", "ragged_dot", "auto"):
+
+        def value(lhs, rhs, backend=backend):
+            return jnp.sum(jnp.sin(grouped_matmul(lhs, rhs, sizes, backend)))
+
+        got = jax.jit(jax.grad(value, argnums=(0, 1)))(lhs, rhs)
+        expected = jax.jit(jax.grad(value, argnums=(0, 1)))(lhs, rhs.astype(jnp.float32))
+        np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(got[1], expected[1].astype(jnp.bfloat16))
+
+
+def test_kernels_of_groups_without_rows_are_neither_made_nor_cast():
+    """A condition inside of the loop would not do: XLA:CPU casts in front of the loop that stands for it."""
+    lhs, rhs = jnp.ones((2, 16)), jnp.ones((64, 16, 8), jnp.bfloat16)
+    compiled = jax.jit(grouped_matmul).lower(lhs, rhs, jnp.zeros(64, jnp.int32)).compile()
+    whole = 4 * rhs.size
+    assert compiled.memory_analysis().temp_size_in_bytes < whole / 4

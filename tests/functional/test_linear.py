@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from moe_jax.functional import dense
-from moe_jax.functional.dense import Product, product_of_float32, sum_of_products
+from moe_jax.functional.dense import Product, linear, product_of_float32, sum_of_products
+from moe_jax.functional.few_rows import bfloat16_kernels
 from tests.support.numerics import assert_close, normal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -43,3 +44,34 @@ def test_of_float32_is_rounded_to_16_bits_at_most():
     wide = got.x.astype(jnp.float32) @ got.kernel.astype(jnp.float32)
     np.testing.assert_allclose(wide, x @ kernel.astype(jnp.float32), atol=1e-4)
     assert_close(product_of_float32(x, kernel, jnp.float32).x, x)
+
+
+@pytest.mark.parametrize("rows", range(1, bfloat16_kernels.MOST_ROWS + 2))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_few_rows_times_a_kernel_in_bfloat16(rows, dtype):
+    """Rounded as often as any product is: of float32 no more than the sum of as many terms."""
+    x, kernel = (1e3 * normal(0, rows, 48)).astype(dtype), normal(1, 48, 20).astype(jnp.bfloat16)
+    got = jax.jit(linear)(x, kernel)
+    wide, weights = (np.asarray(array, np.float64) for array in (x, kernel))
+    # Sums of float32 may be rounded in any order; what is narrower is rounded once more.
+    allowed = 48 * 2.0**-23 + (0 if dtype == jnp.float32 else float(jnp.finfo(dtype).eps))
+    assert got.dtype == dtype
+    assert np.all(np.abs(np.asarray(got, np.float64) - wide @ weights) <= allowed * (np.abs(wide) @ np.abs(weights)))
+
+
+def test_few_rows_are_split_on_a_cpu_alone():
+    x, kernel = normal(0, 1, 48), normal(1, 48, 20).astype(jnp.bfloat16)
+    for platform, few in (("tpu", False), ("cpu", True), ("cuda", False)):
+        text = jax.jit(linear).trace(x, kernel).lower(lowering_platforms=(platform,)).as_text()
+        assert ("reduce_precision" in text) == few
+
+
+def test_gradients_of_few_rows_are_those_of_the_product():
+    x, kernel = normal(0, 2, 48), normal(1, 48, 20).astype(jnp.bfloat16)
+    got, expected = (
+        jax.jit(jax.grad(lambda x, kernel, way=way: jnp.sum(jnp.sin(way(x, kernel))), argnums=(0, 1)))(x, kernel)
+        for way in (linear, bfloat16_kernels._cast_product)
+    )
+    assert_close(got[0], expected[0])
+    assert got[1].dtype == jnp.bfloat16
+    assert_close(got[1].astype(jnp.float32), expected[1].astype(jnp.float32), tolerance=2.0**-7)

@@ -239,7 +239,7 @@ def test_the_state_of_every_optimizer_is_counted_as_the_training_program_lays_it
 def test_a_share_must_be_given_where_any_form_has_one():
     config = upcycled(dense_model(16, 24, 2), every=1)
     none = dict.fromkeys("keep residual storage bits centre_bits centre_group_size levels scale_bits".split())
-    none |= {"zero_points": False, "row_scales": False, "compress_layers": None, "dtype": None}
+    none |= {"zero_points": False, "row_scales": False, "group_size": None, "compress_layers": None, "dtype": None}
     with pytest.raises(InputError, match="--compress resmoe needs --keep"):
         planned_compression(config, "resmoe", **none)
     assert planned_compression(config, "resmoe", **none | {"keep": 0.5}).keep == 0.5

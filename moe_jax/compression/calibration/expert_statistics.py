@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.calibration.recording import LayerRows
+from moe_jax.compression.coding.half_products import add_squares, mirrored
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.functional.dense import ffn, ffn_hidden
@@ -138,7 +139,7 @@ def total_weights(layer: SourceLayer) -> Iterator[float]:
 
 def _sums(layer: SourceLayer, rows: LayerRows, of_what: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Yields the weighted sums over tokens of `x x^T`, or for a shape [i] of the squares of x."""
-    add = _add if len(shape) == 2 else _add_squares
+    add, finish = (_add, mirrored) if len(shape) == 2 else (_add_squares, lambda total: total)
     given: Iterator[Callable[[Array], Array]] = itertools.repeat(lambda x: x, layer.num_experts)
     if of_what == "hidden":
         given = _functions(layer, ffn_hidden, [name for name in layer.shapes if name != "down"])
@@ -148,7 +149,10 @@ def _sums(layer: SourceLayer, rows: LayerRows, of_what: str, shape: tuple[int, .
         for part, x in _parts(rows, index):
             some = np.pad(weights[part], (0, _CHUNK - (part.stop - part.start)))
             total = add(total, function(x), jnp.asarray(some))
-        yield np.asarray(total)
+        found = np.asarray(finish(total))
+        del total  # moments are large: none stays while the next one is made
+        yield found
+        del found
 
 
 def expert_outputs(layer: SourceLayer) -> Iterator[Outputs]:
@@ -246,8 +250,8 @@ def _parts(rows: LayerRows, tokens: Int[np.ndarray, " n"]) -> Iterator[tuple[sli
 
 @partial(jax.jit, donate_argnums=0)
 def _add(total: Float[Array, "i i"], a: Float[Array, "n i"], weights: Float[Array, " n"]) -> Float[Array, "i i"]:
-    scaled = a * jnp.sqrt(weights)[:, None]
-    return total + jnp.matmul(scaled.T, scaled, precision="highest")
+    """Adds to a moment, whose other half then is its mirror image."""
+    return add_squares(total, a * jnp.sqrt(weights)[:, None])
 
 
 @partial(jax.jit, donate_argnums=0)

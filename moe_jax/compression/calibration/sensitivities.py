@@ -272,11 +272,14 @@ def output_error(error: float, norm: float) -> float:
 def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], float]:
     """The kernels of a matrix in codes, and the error of their outputs."""
     stacked, error, norm = [], 0.0, 0.0
-    for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
+    next_coder = iter(expert_coders(layer, name)).__next__
+    for kernel in layer.kernels(name):
+        coder = next_coder()
         assert isinstance(coder, LeastOutputError)
         wide = kernel.astype(np.float32)
         made = coder.quantize(wide, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation
         error += coder.squared(made - wide)
         norm += coder.squared(wide)
+        del coder  # with its moment, which is large, before the next one is made
         stacked.append(cast(f"the {name} kernels of layer {layer.index}", made, kernel.dtype))
     return np.stack(stacked), output_error(error, norm)

@@ -48,15 +48,20 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
     if level == 0:
         return np.eye(len(moment), dtype=np.float32)
     # Upwards from the last row, Cholesky's decomposition gives the factor on the other side.
-    flipped = moment[::-1, ::-1] / np.float32(level)
-    flipped[np.diag_indices_from(flipped)] += np.float32(DAMPING)
     for dtype in (np.float32, np.float64):  # rounding can make a moment indefinite that is nearly singular
-        try:
-            lower = scipy.linalg.cholesky(flipped.astype(dtype), lower=True, overwrite_a=True, check_finite=False)
+        flipped = np.divide(moment[::-1, ::-1], np.float32(level), order="C").astype(dtype, copy=False)
+        flipped[np.diag_indices_from(flipped)] += dtype(DAMPING)
+        try:  # a symmetric matrix is its own transpose, which lies as LAPACK wants it: nothing is copied
+            upper = scipy.linalg.cholesky(flipped.T, lower=False, overwrite_a=True, check_finite=False)
         except scipy.linalg.LinAlgError:
             continue
-        return np.ascontiguousarray(lower[::-1, ::-1], np.float32) * np.float32(np.sqrt(level))
+        return np.multiply(upper.T[::-1, ::-1], np.float32(np.sqrt(level)), dtype=np.float32, order="C")
     raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
+
+
+# Rows that are coded one after another before the others in a part make up for all of their errors at once; and rows
+# whose errors are taken into targets at once.
+_ROWS_IN_TURN, _ROWS_BEFORE = 16, 1024
 
 
 def code_each_row(
@@ -75,13 +80,60 @@ def code_each_row(
       grid_of_row: returns the grid of a row, given its number.
       bits: of a code.
     """
+    count = len(rows)
+    in_turn = _ROWS_IN_TURN if count % _ROWS_IN_TURN == 0 else count
 
-    def code_row(errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
-        grid, target = grid_of_row(row), targets[row] + jnp.matmul(shares[:, row], errors, precision="highest")
-        codes = nearest_codes(target, grid, bits)
-        return errors.at[row].set(rows[row] - grid.numbers(codes, bits)), codes
+    def code_some(errors: Float[Array, "s o"], start: Array) -> tuple[Float[Array, "s o"], Array]:
+        shares_of_some = lax.dynamic_slice_in_dim(shares, start, in_turn, axis=1)
+        own, reached = (lax.dynamic_slice_in_dim(of_rows, start, in_turn) for of_rows in (rows, targets))
+        reached = reached + jnp.matmul(shares_of_some.T, errors, precision="highest")
+        within = lax.dynamic_slice_in_dim(shares_of_some, start, in_turn)
 
-    return lax.scan(code_row, jnp.zeros_like(rows), jnp.arange(len(rows), dtype=jnp.int32))
+        def code_row(own_errors: Float[Array, "n o"], row: Array) -> tuple[Float[Array, "n o"], Array]:
+            target = reached[row] + jnp.matmul(within[:, row], own_errors, precision="highest")
+            grid = grid_of_row(start + row)
+            codes = nearest_codes(target, grid, bits)
+            return own_errors.at[row].set(own[row] - grid.numbers(codes, bits)), codes
+
+        found, codes = lax.scan(code_row, jnp.zeros_like(own), jnp.arange(in_turn, dtype=jnp.int32))
+        return lax.dynamic_update_slice_in_dim(errors, found, start, 0), codes
+
+    starts = jnp.arange(0, count, in_turn, dtype=jnp.int32)
+    errors, codes = lax.scan(code_some, jnp.zeros_like(rows), starts)
+    return errors, codes.reshape(rows.shape)
+
+
+def _shares(factor: Float[Array, "i i"], diagonal: Float[Array, " i"], start: Array, size: int) -> Float[Array, "i s"]:
+    """R_jq / R_qq for so many q; of all of them they would be as large as R."""
+    some, own = (lax.dynamic_slice_in_dim(one, start, size, axis=-1) for one in (factor, diagonal))
+    return some / own
+
+
+def reached_targets(
+    own: Float[Array, "s o"], shares: Float[Array, "i s"], errors: Float[Array, "i o"], start: Array
+) -> Float[Array, "s o"]:
+    """The targets of `s` rows from row `start` on, a multiple of s, as far as they follow from rows before.
+
+    Only rows before take part in the products: half of what a product with all errors would be.
+
+    Args:
+      own: the rows of the kernel.
+      shares: R_jq / R_qq, a column for each of these rows.
+      errors: of all rows.
+    """
+    size = len(own)
+    targets, begin = own, jnp.zeros_like(start)
+    for rows in (max(1, _ROWS_BEFORE // size) * size, size):
+        if rows > len(errors):
+            continue
+
+        def add(n: Array, targets: Array, rows: int = rows, begin: Array = begin) -> Float[Array, "s o"]:
+            some, of_some = (lax.dynamic_slice_in_dim(one, begin + n * rows, rows) for one in (shares, errors))
+            return targets + jnp.matmul(some.T, of_some, precision="highest")
+
+        times = (start - begin) // rows
+        targets, begin = lax.fori_loop(0, times, add, targets), begin + times * rows
+    return targets
 
 
 _STATIC = ("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points", "whole_zeros")
@@ -112,7 +164,11 @@ def quantize_with_feedback(
     kernel = jnp.pad(kernel, ((0, padding), (0, 0)))
     diagonal = jnp.diagonal(factor)
     weights = jnp.pad((diagonal / jnp.max(diagonal)) ** 2, (0, padding))[:, None]
-    shares = jnp.pad(factor / diagonal, ((0, padding), (0, padding)))
+    if padding:
+        factor, diagonal = (
+            jnp.pad(factor, ((0, padding), (0, padding))),
+            jnp.pad(diagonal, (0, padding), constant_values=1),
+        )
     levels = None
     if table:
         by_group = (1, -1, width) if group_size is None else (-1, size, width)
@@ -132,9 +188,9 @@ def quantize_with_feedback(
     common = choose(kernel[None], weights[None], whole=True) if group_size is None else None
 
     def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Grid]]:
-        shares_of_group = lax.dynamic_slice_in_dim(shares, start, size, axis=1)
+        shares_of_group = _shares(factor, diagonal, start, size)
         own = lax.dynamic_slice_in_dim(kernel, start, size)
-        targets = own + jnp.matmul(shares_of_group.T, errors, precision="highest")
+        targets = reached_targets(own, shares_of_group, errors, start)
         group_weights = lax.dynamic_slice_in_dim(weights, start, size)
         grid = choose(targets[None], group_weights[None], whole=False) if common is None else common
         of_row = jax.tree.map(lambda scales: scales[0, 0], grid._replace(table=None))._replace(table=levels)
@@ -208,12 +264,13 @@ def quantize_in_order(
     of_rows = jax.tree.map(by_row, grid._replace(table=None))
     more = -rows % _ROWS_AT_ONCE  # rows without weight, which have no part in the errors of others
     ordered = jnp.pad(kernel[order], ((0, more), (0, 0)))
-    shares = jnp.pad(factor / diagonal, ((0, more), (0, more)))
+    if more:
+        factor, diagonal = jnp.pad(factor, ((0, more), (0, more))), jnp.pad(diagonal, (0, more), constant_values=1)
 
     def code_rows(errors: Float[Array, "n o"], start: Array) -> tuple[Float[Array, "n o"], Array]:
-        shares_of_part = lax.dynamic_slice_in_dim(shares, start, _ROWS_AT_ONCE, axis=1)
+        shares_of_part = _shares(factor, diagonal, start, _ROWS_AT_ONCE)
         own = lax.dynamic_slice_in_dim(ordered, start, _ROWS_AT_ONCE)
-        targets = own + jnp.matmul(shares_of_part.T, errors, precision="highest")
+        targets = reached_targets(own, shares_of_part, errors, start)
         within = lax.dynamic_slice_in_dim(shares_of_part, start, _ROWS_AT_ONCE)
 
         def grid_of_row(row: Array) -> Grid:

@@ -25,6 +25,7 @@ from moe_jax.compression.coding.calibrated_codes import (
     triangular_factor,
 )
 from moe_jax.compression.coding.factorization import joint_factors, truncated_svd
+from moe_jax.compression.coding.half_products import weighed_squares, whitened
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts.forms.coding import Coder, Encoded, JointCoder, MoreOfCodes
@@ -108,17 +109,21 @@ class LeastOutputError(_Quantizing):
         With H = R R^T, the error is the squared norm of R^T E: the best factors are those of R^T W, of which the first
         is taken back by R^-T (SVD-LLM, arXiv 2403.07378, section 3.1).
         """
-        left, right = LeastError().factors(self._factor.T @ matrix, rank)
+        left, right = LeastError().factors(np.asarray(whitened(self._factor, matrix)), rank)
         return scipy.linalg.solve_triangular(self._factor, left, trans=1, check_finite=False), right
 
     def squared(self, error: Float[np.ndarray, "i o"]) -> float:
         """Returns tr(E^T H E)."""
-        return float(np.sum(error * (self.moment @ error), dtype=np.float64))
+        return float(np.sum(self.squared_columns(error), dtype=np.float64))
+
+    def squared_columns(self, error: Float[np.ndarray, "i o"]) -> Float[np.ndarray, " o"]:
+        """Returns what every column has of `squared`."""
+        return np.asarray(weighed_squares(self.moment, error))
 
     def spectrum(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[Float[np.ndarray, " r"], float]:
         """Squares of these numbers are what each of the best `factors` takes from the error; and all that there is."""
-        whitened = self._factor.T @ matrix
-        return truncated_svd(whitened, rank).s, float(np.sum(np.square(whitened), dtype=np.float64))
+        of_outputs = np.asarray(whitened(self._factor, matrix))
+        return truncated_svd(of_outputs, rank).s, float(np.sum(np.square(of_outputs), dtype=np.float64))
 
     def _row_scales(self, values: np.ndarray, options: dict[str, Any]) -> Float[np.ndarray, " i"]:
         def coded(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -191,8 +196,9 @@ def expert_coders(
     if not layer.knows_inputs:
         yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
         return
-    for moment in _moments(layer, name, permutations):
-        yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
+    # A map keeps no moment, which is large, while the next one is made.
+    how: Any = {"fit": fit, "feedback": feedback, "even": even}
+    yield from map(functools.partial(LeastOutputError, **how), _moments(layer, name, permutations))
 
 
 def shared_base_coder(
@@ -210,6 +216,7 @@ def shared_base_coder(
     moment = next(every).copy()
     for own in every:
         moment += own
+        del own  # as large as the sum
     return LeastOutputError(moment, feedback=feedback, even=even)
 
 
@@ -220,16 +227,18 @@ def joint_moments(
     if not layer.knows_inputs:
         yield from ({} for _ in range(layer.num_experts))
         return
-    for of_inputs, of_hidden in zip(moments(layer, "up"), _moments(layer, "down", permutations), strict=True):
-        yield {name: of_hidden if name == "down" else of_inputs for name in layer.shapes}
+
+    def by_name(of_inputs: np.ndarray, of_hidden: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: of_hidden if name == "down" else of_inputs for name in layer.shapes}
+
+    yield from map(by_name, moments(layer, "up"), _moments(layer, "down", permutations))
 
 
 def _moments(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
 ) -> Iterator[Float[np.ndarray, "i i"]]:
     """The moments of `moments`, with neurons in the given order."""
-    for expert, moment in enumerate(moments(layer, name)):
-        if name == "down" and permutations is not None:
-            order = permutations[expert]
-            moment = moment[np.ix_(order, order)]
-        yield moment
+    every = moments(layer, name)
+    if name != "down" or permutations is None:
+        return every
+    return map(lambda moment, order: moment[np.ix_(order, order)], every, permutations)

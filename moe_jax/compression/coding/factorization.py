@@ -223,7 +223,8 @@ def outputs_of(
     hidden_moment: Float[np.ndarray, "f f"],
 ) -> Problem:
     """The problem of `joint_factors`."""
-    root, moment = triangular_factor(_of_level_one(input_moment)), _damped(_of_level_one(hidden_moment))
+    root = triangular_factor(_of_level_one(input_moment))
+    moment = jnp.asarray(_damped(_of_level_one(hidden_moment)))  # large: once on the device, and not on the host
     into = []
     for name in filter("down".__ne__, rows):
         outputs = product(rows[name], root)

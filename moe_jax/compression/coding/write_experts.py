@@ -211,8 +211,9 @@ def _write_jointly(
         stored.write(name, write)
         bases[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}
-    experts = zip(aligned_experts(layer, permutations), joint_moments(layer, permutations), strict=True)
-    for expert, (aligned, moments) in enumerate(experts):
+    next_moments = joint_moments(layer, permutations).__next__
+    for expert, aligned in enumerate(aligned_experts(layer, permutations)):
+        moments = next_moments()
         kernels = {name: neuron_rows(name, kernel) for name, kernel in aligned.items()} if bases else None
         coder = LeastJointError(moments, kernels)
         residuals = aligned | {name: aligned[name] - base.astype(np.float32) for name, base in bases.items()}
@@ -221,6 +222,7 @@ def _write_jointly(
         _stack(stacked, leaves, expert, layer.num_experts)
         for name, kernel in aligned.items():
             measure.add(expert, kernel, bases.get(name), approximations[name], moments.get(name))
+        del coder, moments  # they are large: before the next ones are made
     for path, array in stacked.items():
         write(f"experts/delta/{path}", array)
 
@@ -300,11 +302,16 @@ def code_residuals(
         stored, stacked, figures = None if base is None else store(base), {}, measure()
         wide = np.zeros((), np.float32) if stored is None else stored.kernel.astype(np.float32, copy=False)
         total = np.float32(0)
-        for expert, (kernel, coder) in enumerate(zip(kernels(), coders(), strict=True)):
+        next_coder = iter(coders()).__next__
+        for expert, kernel in enumerate(kernels()):
+            coder = next_coder()
             residual = Residual(kernel.astype(np.float32, copy=False) - wide, dtype, None if stored is None else wide)
             leaves, approximation = encode(expert, residual, coder)
             _stack(stacked, leaves, expert, num_experts)
-            figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, coder.moment)
+            moment = coder.moment
+            del coder  # with the factor of its moment, which is as large
+            figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, moment)
+            del moment  # before the next one is made
             if refit < refits:
                 total = total + (kernel.astype(np.float32, copy=False) - np.asarray(approximation))
         found = Coded(stored, stacked, figures)

@@ -21,7 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.budget import Budget, Candidate, allocate
+from moe_jax.compression.budget import (
+    Budget,
+    Candidate,
+    expert_weights,
+    smallest,
+    total_bytes,
+    total_error,
+    ways,
+)
 from moe_jax.compression.calibration.map_analysis import BITS, MapAnalysis
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
@@ -60,32 +68,6 @@ from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
 from moe_jax.experts.forms.coding import Layout, own_of
 from moe_jax.models import MoEConfig
-
-
-def _error(chosen: Mapping[int, Candidate]) -> float:
-    return sum(candidate.error for candidate in chosen.values())
-
-
-def ways(
-    candidates: Mapping[int, Sequence[Candidate]],
-    alike: Mapping[int, Sequence[Candidate]],
-    room: int,
-    of_maps: Mapping[int, Sequence[Candidate]] = MappingProxyType({}),
-) -> list[dict[int, Candidate]]:
-    """Returns what can be chosen in so many bytes: what `allocate` gives layers as they are, and with matrices alike.
-
-    And every choice that is the same everywhere, if there is room for it: the best of all is never worse than those.
-
-    `alike` are those with the same choice for all matrices of a layer, in the same order of choices in all layers.
-    Linear maps have their own choices, in the same order in all of them, under keys that are no layers'.
-    """
-    found = [allocate({**some, **of_maps}, room) for some in (candidates, alike)]
-    of_layers = [dict(zip(alike, same, strict=True)) for same in zip(*alike.values(), strict=True)] or [{}]
-    of_rest = [dict(zip(of_maps, same, strict=True)) for same in zip(*of_maps.values(), strict=True)] or [{}]
-    for same in ({**one, **other} for one in of_layers for other in of_rest):
-        if sum(candidate.nbytes for candidate in same.values()) <= room:
-            found.append(same)
-    return found
 
 
 def map_candidates(rest: Rest, analysis: MapAnalysis, options: Mapping[str, Any]) -> dict[int, list[Candidate]]:
@@ -159,30 +141,51 @@ class Allocate(AllocateOptions, Method):
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
-        if self.of == "experts":
-            allocate(self._smallest(layers), self._budget.nbytes(layers))
+        if self.of != "experts":
+            return
+        chosen = smallest(self._smallest(layers))
+        budget, least = self._budget.nbytes(layers), total_bytes(chosen)
+        if least > budget:
+            raise InputError(
+                f"a budget of {budget:,} bytes is too small for the experts of {len(layers)} layers: they take at "
+                f"least {least:,}, {8 * least / expert_weights(layers):.2f} bits per weight, with "
+                f"{self._in_words(layers, chosen)}; raise it, or compress fewer layers"
+            )
 
     def check_model(self, layers: Sequence[SourceLayer], rest: Rest) -> None:
         if not rest.maps:
             return
-        nothing = MapAnalysis(np.zeros((len(rest.maps), len(BITS))), np.zeros(len(rest.maps)))
-        smallest = self._smallest(layers) | map_candidates(rest, nothing, self.codes_of_maps)
-        least = sum(min(candidate.nbytes for candidate in some) for some in smallest.values())
-        if least > self._room(rest):
+        chosen = smallest(self._smallest(layers) | self._without_errors(rest))
+        least = total_bytes(chosen) + rest.fixed_bytes
+        if least > self._room(rest) + rest.fixed_bytes:
+            of_experts = f", and for its experts {self._in_words(layers, chosen)}," if layers else ""
             raise InputError(
                 f"a budget of {self._room(rest) + rest.fixed_bytes:,} bytes is too small for the model: with "
-                f"{min(BITS)} bits for every linear map and the smallest choices for its experts it takes "
-                f"{least + rest.fixed_bytes:,}, {8 * (least + rest.fixed_bytes) / rest.weights:.2f} bits per weight, "
-                f"of which {rest.fixed_bytes:,} bytes stay as they are"
+                f"{min(BITS)} bits for every linear map{of_experts} it takes {least:,}, "
+                f"{8 * least / rest.weights:.2f} bits per weight, of which {rest.fixed_bytes:,} bytes stay as they are"
             )
 
-    def _smallest(self, layers: Sequence[SourceLayer]) -> dict[int, list[Candidate]]:
-        """Candidates with the bytes of every choice of one format, and without errors."""
+    def _smallest(self, layers: Sequence[SourceLayer], formats: int = 1) -> dict[int, list[Candidate]]:
+        """Candidates with the bytes of every choice of the first formats, and without errors."""
         found = {}
         for layer in layers:
             no_errors = np.zeros((len(layer.shapes), len(self._choices)))
-            found[layer.index] = _alike(self._by_matrix(layer, no_errors, self._formats[:1]))
+            found[layer.index] = _alike(self._by_matrix(layer, no_errors, self._formats[:formats]))
         return found
+
+    def _in_words(self, layers: Sequence[SourceLayer], chosen: Mapping[int, Candidate]) -> str:
+        """The choices for experts, each once."""
+        return "; ".join(dict.fromkeys(moe.bank.describe() for moe in self._banks(layers, chosen).values()))
+
+    def _without_errors(self, rest: Rest) -> dict[int, list[Candidate]]:
+        """Candidates of linear maps with the bytes of every choice, and without errors."""
+        nothing = MapAnalysis(np.zeros((len(rest.maps), len(BITS))), np.zeros(len(rest.maps)))
+        return map_candidates(rest, nothing, self.codes_of_maps)
+
+    def extreme_plans(self, layers: Sequence[SourceLayer], rest: Rest) -> tuple[Plan, Plan]:
+        candidates = self._smallest(layers, len(self._formats)) | self._without_errors(rest)
+        most = {key: max(some, key=lambda one: one.nbytes) for key, some in candidates.items()}
+        return self._plan(layers, rest, smallest(candidates)), self._plan(layers, rest, most)
 
     @property
     def codes_of_maps(self) -> Mapping[str, Any]:
@@ -225,15 +228,20 @@ class Allocate(AllocateOptions, Method):
             by_map = [factors.get(one.part, 1.0) for one in rest.maps]
             analysis = rest.analysis._replace(sensitivities=rest.analysis.sensitivities * np.array(by_map))
             of_maps = map_candidates(rest, analysis, self.codes_of_maps)
-        found = []
-        for chosen in self._ways(layers, analyses, of_maps, room, factors.get(EXPERTS, 1.0)):
-            expected: dict[str, float] = {}
-            for key, candidate in chosen.items():
-                part = EXPERTS if key >= 0 else rest.maps[-1 - key].part
-                expected[part] = expected.get(part, 0.0) + candidate.error
-            codes = {rest.maps[-1 - key].path: chosen[key].choice for key in of_maps if chosen[key].choice is not None}
-            found.append(Plan(banks=self._banks(layers, chosen), codes=codes, expected=expected))
-        return found
+        ways = self._ways(layers, analyses, of_maps, room, factors.get(EXPERTS, 1.0))
+        return [self._plan(layers, rest, chosen) for chosen in ways]
+
+    def _plan(self, layers: Sequence[SourceLayer], rest: Rest, chosen: Mapping[int, Candidate]) -> Plan:
+        """The plan of these choices, under the keys of `ways`."""
+        expected: dict[str, float] = {}
+        codes = {}
+        for key, candidate in chosen.items():
+            one = rest.maps[-1 - key] if key < 0 else None
+            part = EXPERTS if one is None else one.part
+            expected[part] = expected.get(part, 0.0) + candidate.error
+            if one is not None and candidate.choice is not None:
+                codes[one.path] = candidate.choice
+        return Plan(banks=self._banks(layers, chosen), codes=codes, expected=expected)
 
     def _banks(self, layers: Sequence[SourceLayer], chosen: Mapping[int, Candidate]) -> dict[int, MoEConfig]:
         return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
@@ -263,7 +271,7 @@ class Allocate(AllocateOptions, Method):
             found += ways(candidates, alike, room, of_maps)
             found += ways(in_parts, alike, room, of_maps) if in_parts else []
         different = {str([candidate.choice for candidate in chosen.values()]): chosen for chosen in reversed(found)}
-        return sorted(reversed(different.values()), key=_error)
+        return sorted(reversed(different.values()), key=total_error)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis

@@ -151,7 +151,7 @@ def errors_of_choices(
     shared = shared_base_coder(layer, name, permutations) if ranks else LeastError()
     of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
     errors = np.zeros((layer.num_experts, len(choices)))
-    coders = expert_coders(layer, name, permutations)
+    next_coder = expert_coders(layer, name, permutations).__next__
 
     def of_expert(own: np.ndarray, whole: np.ndarray, coder: LeastError | LeastOutputError) -> float:
         """Fills in the errors of an expert, and returns the square of its outputs."""
@@ -160,23 +160,27 @@ def errors_of_choices(
         left = _left(coder, whole - mean, ranks) if ranks else {}
         beside_mean = coder.squared(kernel - mean[:, columns])
         of_centre = {bits: coder.squared(made - mean[:, columns]) for bits, made in of_factors.items()}
+        alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for number, choice in enumerate(choices):
-            if choice.keep is not None:
+            if choice.bits is None:
+                assert choice.keep is not None
                 of_residuals = left[choice.keep] * beside_mean
                 own[number] = together.centre * of_centre[choice.centre] + together.residuals * of_residuals
-                continue
-            assert choice.bits is not None
-            residual = kernel - of_codes[choice.centre]
-            made = coder.quantize(residual, bits=choice.bits, **format_(choice.bits, added=choice.added))
-            own[number] = coder.squared(np.asarray(made.approximation) - residual)
+            else:
+                alike.setdefault((choice.bits, choice.added), []).append(number)
+        for (bits, added), numbers in alike.items():
+            residuals = [kernel - of_codes[choices[number].centre] for number in numbers]
+            own[numbers] = _errors_in_codes(coder, residuals, bits, format_(bits, added=added))
         return coder.squared(kernel)
 
     # Small programs leave cores idle: two experts are tried at a time, unless what is known of their inputs is large.
     at_a_time = 2 if layer.shapes[name][0] <= _MOST_INPUTS_OF_TWO else 1
-    norm, every = 0.0, zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True)
+    norm, every = 0.0, zip(errors, aligned_kernels(layer, name, permutations), strict=True)
     with ThreadPoolExecutor(at_a_time) as threads:
         while some := list(itertools.islice(every, at_a_time)):
-            norm += sum(threads.map(of_expert, *zip(*some, strict=True)))
+            coders = [next_coder() for _ in some]
+            norm += sum(threads.map(of_expert, *zip(*some, strict=True), coders))
+            del coders  # with their moments, which are large, before the next ones are made
     return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 
@@ -189,6 +193,20 @@ def _centres(
         if bits is not None:
             centres[bits] = np.asarray(coder.quantize(mean, bits=bits, **format_(bits)).approximation)
     return centres
+
+
+def _errors_in_codes(
+    coder: LeastOutputError, residuals: Sequence[np.ndarray], bits: int, options: Mapping[str, Any]
+) -> list[float]:
+    """The squared errors that codes of the same options make of several residuals."""
+    has_more = options.get("table") or options.get("row_scales") or options["scale_bits"] < 16
+    if len(residuals) > 1 and not (has_more or options["group_size"] is None):
+        # Columns have nothing in common: one program for all of them is faster than one for each residual.
+        made = coder.quantize(every := np.concatenate(residuals, axis=1), bits=bits, **options)
+        columns = coder.squared_columns(np.asarray(made.approximation) - every)
+        return [float(np.sum(some, dtype=np.float64)) for some in np.split(columns, len(residuals))]
+    each = (coder.quantize(residual, bits=bits, **options).approximation for residual in residuals)
+    return [coder.squared(np.asarray(made) - residual) for made, residual in zip(each, residuals, strict=True)]
 
 
 def _left(coder: LeastOutputError, residual: np.ndarray, ranks: Mapping[float, int]) -> dict[float, float]:

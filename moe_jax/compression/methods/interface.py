@@ -4,22 +4,24 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
 from moe_jax.compression.alignment.matching import AlignmentProgress
 from moe_jax.compression.calibration.map_analysis import MapAnalysis
-from moe_jax.compression.coding.storage import AnyLayout
+from moe_jax.compression.coding.storage import LEAF_OVERHEAD, AnyLayout
 from moe_jax.compression.linear_maps import LinearMap
 from moe_jax.compression.options.in_common import AroundCentre, MethodOptions, Of
 from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
+from moe_jax.core.formatting import count_bytes, count_parameters
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.without_codes import weights_in_linear_codes
 from moe_jax.models import FFNConfig, LinearCodes, ModelConfig, MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
@@ -63,6 +65,19 @@ class Rest:
     fixed_bytes: int = 0
     weights: int = 0
     analysis: MapAnalysis | None = None
+
+    @classmethod
+    def of(cls, source: ModelSource, maps: Sequence[LinearMap], indices: Sequence[int]) -> Self:
+        """Returns what is known before any analysis, given the maps, and the layers whose experts are compressed."""
+        stored, experts = source.specs(), tuple(f"layers/{i}/mlp/experts/" for i in indices)
+        of_maps = {one.leaf for one in maps}
+        fixed = {path: spec for path, spec in stored.items() if path not in of_maps and not path.startswith(experts)}
+        return cls(
+            maps=maps,
+            itemsizes={one.path: stored[one.leaf].dtype.itemsize for one in maps},
+            fixed_bytes=count_bytes(fixed.values()) + LEAF_OVERHEAD * len(fixed),
+            weights=count_parameters(stored.values()) + weights_in_linear_codes(source.config),
+        )
 
 
 class Base:
@@ -157,6 +172,11 @@ class Method(MethodOptions, abc.ABC):
         """
         del factors
         return [Plan(banks=self.plan(layers, analyses), codes=self.linear_codes(rest.maps))]
+
+    def extreme_plans(self, layers: Sequence[SourceLayer], rest: Rest) -> tuple[Plan, Plan] | None:
+        """Returns the smallest and the largest of the plans that a budget chooses from; None: the method has none."""
+        del layers, rest
+        return None
 
     @property
     def tried_plans(self) -> int:

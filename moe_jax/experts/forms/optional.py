@@ -53,6 +53,19 @@ class MadeInTriton(abc.ABC):
         return None
 
 
+class MultipliesFew(abc.ABC):
+    """Optional: few rows are multiplied with what is stored, and no kernel is made; on a CPU."""
+
+    @abc.abstractmethod
+    def product_of_few(self, rows: Rows, arrays: Arrays) -> Rows | None:
+        """The product with what is added to the base, or else with the kernel, float32; None: not with these options.
+
+        Args:
+          rows: of one expert [m, in].
+          arrays: of that expert, of its whole kernel.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class FormTiles(Tiles):
     """A form together with the shapes of a matrix.
@@ -76,6 +89,10 @@ class FormTiles(Tiles):
     ) -> Float[Array, "i w"]:
         window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, _own(arrays), window)
+
+    def product_of_few(self, rows: Rows, arrays: Arrays) -> Rows | None:
+        is_part = ORIGIN in arrays
+        return self.form.product_of_few(rows, arrays) if isinstance(self.form, MultipliesFew) and not is_part else None
 
     def fused(self) -> FusedTile | str:
         if isinstance(self.form, MadeInPallas):

@@ -12,9 +12,9 @@ from moe_jax.core.code_options import BITS, TABLE_BITS
 from moe_jax.core.form_options import Design, QuantizedOptions
 from moe_jax.experts.devices import Platform
 from moe_jax.experts.forms.coding import Coder, Encodable, EncodedKernel, Layout, Residual, Wanted, WholeNumberCodes
-from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton
+from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton, MultipliesFew
 from moe_jax.experts.forms.protocol import KernelForm, register
-from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Split, Window
+from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Rows, Split, Window
 from moe_jax.functional.codes import (
     SCALE_DTYPE,
     Grid,
@@ -27,6 +27,7 @@ from moe_jax.functional.codes import (
     unpack,
     zeros_of,
 )
+from moe_jax.functional.few_rows.packed_codes import LEAST_BLOCK, product_with_codes, rows_of_blocks
 from moe_jax.functional.synthesis import InTriton
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.tiles import PackedTile, why_not_packed
@@ -36,7 +37,7 @@ _OWN_BITS = ("gate_bits", "up_bits", "down_bits")
 
 @register("quantized")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
+class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, MultipliesFew, KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
     Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
@@ -128,6 +129,17 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
         if not self.row_scales:
             return numbers
         return numbers * repeat_over_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
+
+    def product_of_few(self, rows: Rows, arrays: Arrays) -> Rows | None:
+        # In many small blocks, sums over them would be more than the kernel.
+        if self.own_bits or rows_of_blocks(rows.shape[1], self.group_size) < LEAST_BLOCK:
+            return None
+        wide = rows.astype(jnp.float32)
+        if self.row_scales:
+            wide = wide * arrays["row_scales"].astype(jnp.float32).T
+        zeros = zeros_of(arrays["zeros"], self.bits) if self.zero_points else None
+        grid = Grid(scales_of(arrays), arrays.get("table"), zeros)
+        return product_with_codes(wide, arrays["codes"], grid, self.bits, self.group_size)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
         if not self.is_plain:

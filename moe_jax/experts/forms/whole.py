@@ -80,7 +80,11 @@ class Full(FullOptions, Storable, CostModel, MadeInPallas, KernelForm):
     def grouped(
         self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, part: Part | None = None
     ) -> Rows:
-        return grouped_matmul(rows, arrays["kernel"].astype(rows.dtype), group_sizes)
+        kernel = arrays["kernel"]
+        # A narrower kernel is cast where it is multiplied: on a CPU a tile at a time, and only those of experts that
+        # have rows.
+        is_narrower = kernel.dtype.itemsize < rows.dtype.itemsize
+        return grouped_matmul(rows, kernel if is_narrower else kernel.astype(rows.dtype), group_sizes)
 
 
 _FOLDER = "lora/"

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from moe_jax.compression.coding.coder import LeastError, expert_coders, shared_base_coder
+from moe_jax.compression.coding.coder import LeastError, LeastOutputError, expert_coders, shared_base_coder
 from moe_jax.compression.methods.choices import (
     CHOICES,
     FACTORED,
     TOKENS,
     Choice,
     Together,
+    _errors_in_codes,
     _left,
     errors_of_choices,
     rank_of,
@@ -48,6 +49,19 @@ def orders(layer):
 def squared(moment, error) -> float:
     wide = np.asarray(error, np.float64)
     return float(np.trace(wide.T @ moment.astype(np.float64) @ wide))
+
+
+@pytest.mark.parametrize("scale_bits", [16, 8])
+def test_residuals_in_codes_have_the_errors_that_each_has_alone(scale_bits):
+    """Of very different sizes, which matters where columns share steps of scales."""
+    random = np.random.default_rng(0)
+    residuals = [(size * random.standard_normal((16, 3))).astype(np.float32) for size in (1, 100, 10_000)]
+    coder = LeastOutputError(np.diag(random.uniform(1, 2, 16)).astype(np.float32))
+    options = in_groups(2) | {"scale_bits": scale_bits}
+    found = _errors_in_codes(coder, residuals, 2, options)
+    for residual, error in zip(residuals, found, strict=True):
+        made = coder.quantize(residual, bits=2, **options).approximation
+        assert error == pytest.approx(squared(coder.moment, made - residual), rel=1e-4)
 
 
 @one_in(2, first=1)

@@ -103,6 +103,7 @@ def test_a_file_of_another_model_is_refused(moe, tmp_path, made, said):
         ({"method": "up", "keep": 0.5, "calibrate": "text.txt"}, "--imatrix goes neither"),
         ({"method": "up", "keep": 0.5, "extended": True}, "--imatrix goes neither"),
         ({"method": "up", "keep": 0.5, "samples": 3}, "only with --calibrate"),
+        ({"method": "quantize", "bits": 4, "of": "rest"}, "no experts are compressed"),
     ],
 )
 def test_options_that_do_not_go_with_it(moe, tmp_path, options, said):

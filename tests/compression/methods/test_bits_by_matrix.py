@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from moe_jax.api.compress import calibrate
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.budget import Candidate, allocate
+from moe_jax.compression.budget import Candidate, allocate, ways
 from moe_jax.compression.calibration.recording import Calibration, sample_windows
 from moe_jax.compression.calibration.sensitivities import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compression.coding import storage
 from moe_jax.compression.coding.coder import expert_coders
 from moe_jax.compression.coding.storage import layer_bytes
 from moe_jax.compression.methods import bits_by_matrix
-from moe_jax.compression.methods.bits_by_matrix import best_combinations, ways
+from moe_jax.compression.methods.bits_by_matrix import best_combinations
 from moe_jax.compression.methods.choices import Alike, in_two_parts
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.stream import check_before_calibration

@@ -1,0 +1,229 @@
+"""A Mixture-of-Experts on a CPU, whole and compressed: tokens per second, and the memory that it takes.
+
+    python benchmarks/decoding.py --model MODEL [--work WORK] [--tokens 64] [--quick] [--out benchmarks/results]
+
+MODEL is a small dense model, such as SmolLM2-135M. It is upcycled, eight experts in every layer, top-2, with noise that
+makes them differ, and written in bfloat16; then compressed in every way whose arithmetic is another one. WORK keeps
+these models, and what is there is not made again. What the models say does not matter here.
+
+Each is then loaded in a process of its own, and continues 1, 4 and 16 rows with TOKENS tokens; reads a prompt of 500
+tokens; and scores four windows of 512. Programs are compiled before, and of three rounds the fastest counts. Memory is
+what the process has: when the model is loaded, and after a text of 64 tokens, with programs and all. `--quick` leaves
+out all but a few kinds, and all but a single row. OUT receives `decoding.json`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import moe_jax
+from evidence.layouts import DECODING_MEMORY, DECODING_SPEED
+from evidence.results import RESULTS, Figures
+from moe_jax.commands.environment import ask_for_huge_pages
+from moe_jax.generation.continued_rows import Asked
+from moe_jax.generation.engine import MOST_STEPS, Engine
+
+EXPERTS, TOP_K, NOISE, RANK = 8, 2, 0.01, 32
+READ, PROMPT, TOLD, ROUNDS = 500, 16, 64, 3
+WINDOWS, WINDOW = 4, 512
+ROWS = (1, 4, 16)
+WHOLE = "bfloat16"
+
+
+class Kind(NamedTuple):
+    """A form of the experts.
+
+    Attributes:
+      folder: of the model, in WORK.
+      made: from the dense model and the folder of the whole MoE, written to a third path.
+      dtype: in which it is loaded; None: as it is stored.
+    """
+
+    folder: str
+    made: Callable[[Path, Path, Path], Any]
+    dtype: str | None = None
+
+
+def _compressed(method: str, **options: Any) -> Callable[[Path, Path, Path], Any]:
+    return lambda dense, whole, out: moe_jax.compress(whole, out, method=method, dtype="bfloat16", **options)
+
+
+def _upcycled(dense: Path, out: Path, **options: Any) -> None:
+    made = moe_jax.upcycle(dense, experts=EXPERTS, top_k=TOP_K, every=1, step0_check=False, **options)
+    moe_jax.save(moe_jax.load(made, dtype="bfloat16"), out)
+
+
+KINDS = {
+    WHOLE: Kind("whole", lambda dense, whole, out: _upcycled(dense, out, noise=NOISE)),
+    "float32": Kind("whole", lambda dense, whole, out: None, "float32"),
+    "4 bits": Kind("codes-4", _compressed("quantize", bits=4)),
+    "3 bits": Kind("codes-3", _compressed("quantize", bits=3)),
+    "2 bits": Kind("codes-2", _compressed("quantize", bits=2)),
+    "4 bits around a centre in 4": Kind("centre-4", _compressed("ders-quantize", bits=4, centre_bits=4)),
+    "2 bits over a base": Kind("base-16", _compressed("ders-quantize", bits=2)),
+    "2 bits over a base in 4": Kind("base-4", _compressed("ders-quantize", bits=2, centre_bits=4)),
+    "low rank": Kind("low-rank", lambda dense, whole, out: _upcycled(dense, out, delta=f"low-rank:{RANK}")),
+    "sparse": Kind("sparse", _compressed("ders-sparsify", drop=0.9, keep="magnitude")),
+}
+QUICK = (WHOLE, "4 bits", "2 bits", "2 bits over a base")
+
+
+class Measured(NamedTuple):
+    """Attributes:
+    file: bytes of the weights on the disk.
+    begun, loaded, told: bytes that the process has before and after loading, and after a text.
+    tokens: a second, by rows.
+    reading: seconds for a prompt.
+    scoring: tokens a second; None if it was not measured.
+    """
+
+    file: int
+    begun: int
+    loaded: int
+    told: int
+    tokens: dict[str, float]
+    reading: float
+    scoring: float | None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", type=Path, required=True, help="a dense model")
+    parser.add_argument("--work", type=Path, help="folder in which models are kept; by default none")
+    parser.add_argument("--tokens", type=int, default=64, help="of every row")
+    parser.add_argument("--quick", action="store_true", help="a few kinds, one row, no scoring")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(measured(options.one, options.dtype, options.tokens, quick=options.quick)._asdict()))
+        return
+    figures = Figures("decoding", options.out, writes=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        work = options.work or Path(scratch)
+        found = {name: in_own_process(made(name, options.model, work), name, options) for name in kinds(options.quick)}
+    speed, memory = rows_of(found)
+    figures.put_rows(DECODING_SPEED.name, speed)
+    figures.put_rows(DECODING_MEMORY.name, memory)
+    print(DECODING_SPEED.text(figures), DECODING_MEMORY.text(figures), sep="\n\n")
+
+
+def kinds(quick: bool) -> tuple[str, ...]:
+    return QUICK if quick else tuple(KINDS)
+
+
+def made(name: str, dense: Path, work: Path) -> Path:
+    """Returns the folder of a kind of model, which is made unless it is there."""
+    folder = work / KINDS[name].folder
+    if not folder.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        KINDS[name].made(dense, work / KINDS[WHOLE].folder, folder)
+    return folder
+
+
+def in_own_process(folder: Path, name: str, options: argparse.Namespace) -> Measured:
+    command = [sys.executable, __file__, "--model", str(options.model), "--tokens", str(options.tokens)]
+    command += ["--one", str(folder), *(["--quick"] if options.quick else [])]
+    command += ["--dtype", KINDS[name].dtype] if KINDS[name].dtype else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    print(f"{name}: {done.stdout.strip()}", file=sys.stderr)
+    return Measured(**json.loads(done.stdout))
+
+
+def measured(folder: Path, dtype: str | None, tokens: int, *, quick: bool) -> Measured:
+    """Measures a model in this process, which has done nothing else."""
+    begun = resident()
+    model = moe_jax.load(folder, dtype=dtype, stacked=False)
+    loaded = resident()
+    engine = Engine(model.decoder, draws=False)
+    continued(engine, 1, TOLD)
+    told = resident()
+    speeds = {str(rows): rows / seconds_of_a_token(engine, rows, tokens) for rows in (ROWS[:1] if quick else ROWS)}
+    reading = fastest(lambda: read(engine, 1, READ))
+    scoring = None
+    if not quick:
+        ids = np.random.default_rng(0).integers(3, model.config.vocab_size, WINDOWS * WINDOW).tolist()
+        spent = fastest(lambda: moe_jax.evaluate(model, ids, seq_len=WINDOW, batch_size=WINDOWS))
+        scoring = WINDOWS * WINDOW / spent
+    size = sum(file.stat().st_size for file in (folder / "params").rglob("*") if file.is_file())
+    return Measured(size, begun, loaded, told, speeds, reading, scoring)
+
+
+def read(engine: Engine, rows: int, length: int, room: int = 0) -> Any:
+    """Reads a prompt per row, all of some length, with room for so many tokens after them."""
+    most = jnp.full((rows,), 1 << 20, jnp.int32)
+    numbers = jnp.zeros((rows,))
+    asked = Asked(
+        key=jax.random.key(0),
+        temperature=numbers,
+        top_k=jnp.zeros((rows,), jnp.int32),
+        top_p=numbers + 1,
+        stop_ids=jnp.full((rows, 1), -1, jnp.int32),  # all texts have the same length
+        most=most,
+        scores=jnp.zeros((rows,), bool),
+    )
+    prompts = np.random.default_rng(1).integers(3, engine.config.vocab_size, (rows, length)).tolist()
+    return engine.read(prompts, asked, engine.room(length + room))[0]
+
+
+def continued(engine: Engine, rows: int, tokens: int) -> list[float]:
+    """Continues rows; returns the seconds of a token, block by block."""
+    state, stay, seconds = read(engine, rows, PROMPT, tokens + MOST_STEPS), np.ones(rows, bool), []
+    for _ in range(-(-tokens // MOST_STEPS)):
+        start = time.perf_counter()
+        state, block = engine.advance(state, min(tokens, MOST_STEPS), stay=stay)
+        seconds.append((time.perf_counter() - start) / len(block.tokens))
+    return seconds
+
+
+def seconds_of_a_token(engine: Engine, rows: int, tokens: int) -> float:
+    continued(engine, rows, 1)
+    return min(second for _ in range(ROUNDS) for second in continued(engine, rows, tokens))
+
+
+def fastest(work: Callable[[], Any]) -> float:
+    """Seconds of the fastest round, after one in which programs are compiled."""
+    spent = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready(work())
+        spent.append(time.perf_counter() - start)
+    return min(spent[1:])
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) << 10
+
+
+def rows_of(found: dict[str, Measured]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """The rows of the tables; ratios are to the whole model in bfloat16."""
+    whole, speed, memory = found[WHOLE], [], []
+    for name, one in found.items():
+        cells = [[one.tokens[rows], one.tokens[rows] / whole.tokens[rows]] if rows in one.tokens else None
+                 for rows in map(str, ROWS)]  # fmt: skip
+        scoring = [one.scoring, one.scoring / whole.scoring] if one.scoring and whole.scoring else None
+        speed.append([name, *cells, [one.reading, one.reading / whole.reading], scoring])
+        sizes = [one.file, one.loaded - one.begun, one.told, one.told - one.begun - one.file]
+        memory.append([name, *(size / 1e6 for size in sizes), one.told / whole.told])
+    return speed, memory
+
+
+if __name__ == "__main__":
+    ask_for_huge_pages()
+    main()

@@ -1,0 +1,55 @@
+"""Products of few rows with kernels in bfloat16, which are multiplied as they are."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+MOST_ROWS = 16
+"""Most rows that are split into terms on a CPU: with more, converting the kernel costs no more than the products."""
+
+
+@jax.custom_vjp
+def product_of_few_rows(rows: Float[Array, "M i"], kernel: Float[Array, "i o"]) -> Float[Array, "M o"]:
+    """Returns `rows W` in the dtype of the rows, which are few, for W in bfloat16.
+
+    On a CPU the kernel takes most of the time, and XLA would convert it to float32 first, which takes twice as long as
+    all else. Instead rows in float32 are split into three terms in bfloat16, whose sum they are: the products of terms
+    are exact in float32, in which they are summed. A single row in bfloat16 counts as two: for a vector XLA converts.
+    """
+    return jax.lax.platform_dependent(rows, kernel, default=_cast_product, cpu=_product_in_bfloat16)
+
+
+def _cast_product(rows: Array, kernel: Array) -> Array:
+    return rows @ kernel.astype(rows.dtype)
+
+
+def _product_in_bfloat16(rows: Array, kernel: Array) -> Array:
+    if rows.dtype == jnp.float32:
+        terms, rest = [], rows
+        for _ in range(3):
+            # `astype` and back would not do: XLA may leave it out.
+            terms.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+            rest = rest - terms[-1]
+        products = _sums_in_float32(jnp.concatenate(terms).astype(kernel.dtype), kernel)
+        # The small ones first.
+        large, middle, small = products.reshape(3, *rows.shape[:1], -1)
+        return small + middle + large
+    if rows.dtype != kernel.dtype:
+        return _cast_product(rows, kernel)
+    stacked = jnp.concatenate([rows, rows]) if rows.shape[0] == 1 else rows
+    return _sums_in_float32(stacked, kernel)[: rows.shape[0]].astype(rows.dtype)
+
+
+def _sums_in_float32(rows: Array, kernel: Array) -> Array:
+    return jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _few_rows_forward(rows: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product_of_few_rows(rows, kernel), (rows, kernel)
+
+
+def _few_rows_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    return jax.vjp(_cast_product, *kept)[1](cotangent)
+
+
+product_of_few_rows.defvjp(_few_rows_forward, _few_rows_backward)
