@@ -8,10 +8,12 @@ import barycenters.report
 import evidence.equal_bytes.report
 import evidence.small_world
 import evidence.studies.report
+import evidence.whole_models.report
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
 from evidence.studies.claims_file import ClaimsFile
 from evidence.tables import Table, tables_of
+from evidence.whole_models.study import WholeModelsFile
 
 # What a training step runs through.
 _MODEL = ("moe_jax/functional", "moe_jax/experts", "moe_jax/nn", "moe_jax/models")
@@ -203,6 +205,18 @@ SECTIONS = (
         "python benchmarks/four_bits.py DATA MODEL --llmc PYTHON --work WORK",
         ("moe_jax/conversion", "moe_jax/compression/calibration", "moe_jax/compression/coding", *_MODEL),
         layouts.FOUR_BITS,
+    ),
+    Section(
+        "whole_models",
+        "python benchmarks/whole_models.py DATA --work WORK --models NAME=MODEL ... --llmc PYTHON",
+        (
+            *("benchmarks/whole_models.py", "benchmarks/evidence/llm_compressor_worker.py"),
+            *(f"benchmarks/evidence/whole_models/{name}.py" for name in ("entries", "peers", "scores", "task")),
+            *("moe_jax/conversion", "moe_jax/compression", "moe_jax/data/calibration_texts", *_MODEL),
+        ),
+        WholeModelsFile,
+        evidence.whole_models.report.tables,
+        evidence.whole_models.report.report,
     ),
     _program(
         "plan_train",

@@ -1,0 +1,187 @@
+"""The comparison as tables in Markdown."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evidence.studies.verdicts import Effect, effect
+from evidence.tables import markdown
+from evidence.whole_models.entries import ENTRIES, OURS, PEERS, TRIES, WHOLE, Entry, size_of
+from evidence.whole_models.picture import draw
+from evidence.whole_models.scores import NEW_TOKENS
+from evidence.whole_models.small_models import TEXTS
+from evidence.whole_models.study import MODELS, NAME, REFUSED, WholeModelsFile
+
+WINS, LOSES, UNDECIDED = "wins", "loses", "cannot decide"
+_HEAD = ("", "MB", "bits per weight")
+_AGAINST = (
+    *("against", "bits per weight", "ours", "bits per weight", "its loss less theirs, nats [95 %]", "by draw"),
+    *("KL, ours", "KL, theirs", "ours"),
+)
+
+
+class Point(NamedTuple):
+    """An entry on one model.
+
+    Attributes:
+      entry: what was done.
+      runs: its results by draw; the first has windows and prompts.
+    """
+
+    entry: Entry
+    runs: Mapping[str, dict[str, Any]]
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return self.runs["0"]
+
+    @property
+    def bits(self) -> float:
+        return self.first["bits_per_weight"]
+
+    @property
+    def kl(self) -> float:
+        """Mean of the texts and draws."""
+        return statistics.fmean(mean_of(run["kl"]) for run in self.runs.values())
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """By draw, mean of the texts."""
+        return {draw: mean_of(run["losses"]) for draw, run in self.runs.items()}
+
+
+def mean_of(by_text: Mapping[str, float]) -> float:
+    """All texts count alike."""
+    return statistics.fmean(by_text.values())
+
+
+def points(results: WholeModelsFile, model: str) -> Iterator[Point]:
+    """All entries that a model has, but those that were refused."""
+    for entry in ENTRIES:
+        runs = results.get(MODELS, model, entry.label) or {}
+        if "0" in runs and REFUSED not in runs["0"]:
+            yield Point(entry, runs)
+
+
+def write_report(results: WholeModelsFile, out: Path) -> str:
+    """Writes `whole_models.md` and `whole_models.png`; returns the Markdown."""
+    text = report(results)
+    (out / f"{NAME}.md").write_text(text)
+    by_model = {model: list(points(results, model)) for model in results.get(MODELS) or {}}
+    draw({model: (found, mean_of(_whole(results, model)["losses"])) for model, found in by_model.items() if found},
+         out / f"{NAME}.png")  # fmt: skip
+    return text
+
+
+def report(results: WholeModelsFile) -> str:
+    """Everything that was measured."""
+    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables(results).items())
+    return f"# Whole models\n\n{text}\n"
+
+
+def tables(results: WholeModelsFile) -> dict[str, str]:
+    """Of every model: ours against each peer at its bytes, all entries by bytes, and what could not be made."""
+    found = {"models": _models(results)}
+    for model in results.get(MODELS) or {}:
+        every = list(points(results, model))
+        if rows := list(_against(every)):
+            found[f"{model}, against"] = markdown(_AGAINST, rows)
+        found[model] = _entries(every, _whole(results, model))
+    refused = [
+        [model, label, runs["0"][REFUSED]]
+        for model, by_label in (results.get(MODELS) or {}).items()
+        for label, runs in by_label.items()
+        if REFUSED in runs["0"]
+    ]
+    return found | ({"refused": markdown(("model", "entry", "why"), refused)} if refused else {})
+
+
+def _whole(results: WholeModelsFile, model: str) -> dict[str, Any]:
+    return results.get(MODELS, model, WHOLE, "0")
+
+
+def _models(results: WholeModelsFile) -> str:
+    rows = []
+    for model in results.get(MODELS) or {}:
+        whole = _whole(results, model)
+        sizes = whole["sizes"]
+        losses = (f"{whole['losses'][text]:.4f}" for text in TEXTS)
+        experts = str(whole["experts"] or "dense")
+        scored = f"{sizes['windows']} × {sizes['length']}"
+        calibrated = f"{sizes['samples']} × {sizes['seq_len']}"
+        rows.append([model, f"{whole['weights']:,}", experts, scored, calibrated, str(sizes["prompts"]), *losses])
+    head = ("model", "parameters", "experts", "tokens scored, of every text", "to calibrate with", "prompts")
+    return markdown((*head, *(f"{text}, nats per token" for text in TEXTS)), rows)
+
+
+def _entries(every: Sequence[Point], whole: dict[str, Any]) -> str:
+    rows = [
+        [
+            *(f"{point.entry.whose}: {point.entry.label}", f"{point.first['bytes'] / 1e6:.2f}", f"{point.bits:.3f}"),
+            *(str(effect(added(point.first, whole, (text,)))) for text in TEXTS),
+            str(effect(added(point.first, whole))),
+            _spread(point),
+            f"{point.kl:.4f}",
+            _greedy(point.first),
+        ]
+        for point in sorted(every, key=lambda point: point.bits)
+    ]
+    texts = (f"{text}, added to {whole['losses'][text]:.4f} nats [95 %]" for text in TEXTS)
+    more = (f"all, added to {mean_of(whole['losses']):.4f} nats [95 %]", "mean ± deviation of draws", "KL, nats")
+    return markdown((*_HEAD, *texts, *more, f"greedy tokens alike until the first other one of {NEW_TOKENS}, % [95 %]"),
+                    rows)  # fmt: skip
+
+
+def added(run: dict[str, Any], other: dict[str, Any], texts: Sequence[str] = TEXTS) -> list[float]:
+    """What a run loses more than another, window by window."""
+    return [
+        one - before
+        for text in texts
+        for one, before in zip(run["window_losses"][text], other["window_losses"][text], strict=True)
+    ]
+
+
+def _spread(point: Point) -> str:
+    losses = list(point.losses.values())
+    if len(losses) == 1:
+        return f"{losses[0]:.4f}"
+    return f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}"
+
+
+def _greedy(run: dict[str, Any]) -> str:
+    found = effect([100 * same / NEW_TOKENS for same in run["same_until"]])
+    assert found is not None
+    return f"{found.mean:.1f} [{found.low:.1f}, {found.high:.1f}]"
+
+
+def _against(every: Sequence[Point]) -> Iterator[list[str]]:
+    """Ours beside every peer: what was allocated within its bytes, and the same with plans that were tried."""
+    by_label = {point.entry.label: point for point in every}
+    for peer in PEERS:
+        theirs = by_label.get(peer.label)
+        for tried in ("", f", {TRIES} tries"):
+            ours = by_label.get(f"allocate{tried}, bytes of {size_of(peer)}")
+            if theirs is None or ours is None:
+                continue
+            assert ours.entry.whose == OURS
+            found = effect(added(ours.first, theirs.first))
+            assert found is not None
+            drawn = [
+                ours.losses[draw] - theirs.losses[draw if peer.calibrated else "0"]
+                for draw in ours.runs
+                if draw in theirs.runs or not peer.calibrated
+            ]
+            by_draw = ", ".join(f"{more:+.4f}" for more in drawn) if len(drawn) > 1 else ""
+            yield [
+                f"{peer.whose}: {peer.label}",
+                *(f"{theirs.bits:.3f}", f"allocate{tried}", f"{ours.bits:.3f}", str(found), by_draw),
+                *(f"{ours.kl:.4f}", f"{theirs.kl:.4f}", verdict(found)),
+            ]
+
+
+def verdict(found: Effect) -> str:
+    """Whether ours has the lower loss, by the interval of the difference."""
+    if found.high < 0:
+        return WINS
+    return LOSES if found.low > 0 else UNDECIDED

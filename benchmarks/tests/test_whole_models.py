@@ -1,0 +1,170 @@
+"""The comparison of whole models, but for the models that it compares: sizes, scores, plan and report."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+from scipy import stats
+
+import moe_jax
+from evidence import commands
+from evidence.stamp import Stamp
+from evidence.whole_models import study
+from evidence.whole_models.entries import ENTRIES, OURS, PEERS, WHOLE, size_of
+from evidence.whole_models.report import LOSES, UNDECIDED, WINS, tables, write_report
+from evidence.whole_models.scores import _figures
+from evidence.whole_models.small_models import TEXTS
+from evidence.whole_models.stored import stored_bytes
+from evidence.whole_models.study import MODELS, REFUSED, WholeModelsFile, do_entries
+from evidence.whole_models.task import DRAWS, RefusedError, Task
+
+STAMP = Stamp(commit="1" * 40, date="2026-11-29", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
+FOREVER = float("inf")
+
+
+@pytest.fixture
+def results(tmp_path):
+    found = WholeModelsFile(tmp_path, writes=True)
+    found._stamp = lambda: STAMP
+    return found
+
+
+def test_what_stands_beside_a_peer_comes_after_it():
+    labels = [entry.label for entry in ENTRIES]
+    assert len(set(labels)) == len(labels) and WHOLE not in labels
+    for place, entry in enumerate(ENTRIES):
+        if entry.beside is not None:
+            assert labels.index(entry.beside) < place
+    for peer in PEERS:
+        assert any(entry.beside == size_of(peer) and entry.whose == OURS for entry in ENTRIES)
+
+
+def test_bytes_are_those_of_tensors(tmp_path):
+    tensors = {"a": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.int8)}
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert stored_bytes(tmp_path / "hf") == 3 * 5 * 4 + 7
+    model = moe_jax.tiny_model(experts=2)
+    saved = moe_jax.save(model, tmp_path / "model")
+    assert stored_bytes(saved) == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model.decoder)))
+
+
+def test_losses_and_divergences_are_those_of_a_reference():
+    one, other = (moe_jax.tiny_model(seed=seed).decoder for seed in (0, 1))
+    ids = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
+    logits = [np.asarray(decoder(ids).logits, np.float64)[:, :-1] for decoder in (one, other)]
+    p, q = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in logits)
+    nll, kl = np.asarray(_figures(other, jnp.asarray(ids), jnp.asarray(p, jnp.float32)))
+    np.testing.assert_allclose(nll, -np.take_along_axis(q, ids[:, 1:, None], 2)[..., 0].mean(1), rtol=1e-4)
+    np.testing.assert_allclose(kl, (np.exp(p) * (p - q)).sum(-1).mean(1), rtol=1e-3, atol=1e-5)
+
+
+def _asked(monkeypatch, results, tmp_path, *, refused=(), **options):
+    """What is done of a model, in order, as labels and draws."""
+    done = []
+
+    def measured(task, entry, draw, results):
+        label = WHOLE if entry is None else entry.label
+        done.append((label, draw))
+        if label in refused:
+            return {REFUSED: "no such thing"}
+        return {"bytes": 1, "bits_per_weight": 1.0, "losses": dict.fromkeys(TEXTS, 1.0), "kl": dict.fromkeys(TEXTS, 0)}
+
+    monkeypatch.setattr(study, "measured", measured)
+    task = Task("a", tmp_path, tmp_path, tmp_path)
+    asked = {"only": None, "draws": len(DRAWS), "until": FOREVER} | options
+    return done, do_entries([task], results, **asked)
+
+
+def test_every_entry_is_done_once_and_further_draws_come_last(monkeypatch, results, tmp_path):
+    done, finished = _asked(monkeypatch, results, tmp_path)
+    assert finished and done[0] == (WHOLE, 0)
+    assert done[1 : len(ENTRIES) + 1] == [(entry.label, 0) for entry in ENTRIES]
+    calibrated = [entry.label for entry in ENTRIES if entry.calibrated]
+    assert done[len(ENTRIES) + 1 :] == [(label, draw) for draw in DRAWS[1:] for label in calibrated]
+    assert _asked(monkeypatch, WholeModelsFile(tmp_path), tmp_path) == ([], True)
+
+
+def test_what_is_refused_is_asked_for_once_and_nothing_stands_beside_it(monkeypatch, results, tmp_path):
+    peer = next(entry for entry in PEERS if entry.calibrated and size_of(entry) == entry.label)
+    done, finished = _asked(monkeypatch, results, tmp_path, refused=[peer.label])
+    assert finished and [draw for label, draw in done if label == peer.label] == [0]
+    assert not {label for label, _ in done} & {entry.label for entry in ENTRIES if entry.beside == peer.label}
+
+
+def test_what_is_refused_is_in_a_table_of_its_own(results):
+    _scored(results, {PEERS[0].label: [np.ones(9)]})
+    results.put(MODELS, "a", PEERS[1].label, "0", value={REFUSED: "no such thing"})
+    found = tables(results)
+    assert _cells(found["refused"], "a") == ["a", PEERS[1].label, "no such thing"]
+    assert PEERS[1].label not in found["a"]
+
+
+def test_it_stops_in_time_and_does_what_is_named(monkeypatch, results, tmp_path):
+    assert _asked(monkeypatch, results, tmp_path, until=0.0) == ([], False)
+    name = PEERS[0].label
+    assert _asked(monkeypatch, results, tmp_path, only=[name]) == ([(WHOLE, 0), (name, 0)], True)
+
+
+def test_a_refusal_has_a_reason_without_paths_and_a_signal_has_none(monkeypatch, tmp_path):
+    task = Task("a", tmp_path / "model", tmp_path, tmp_path / "work")
+    with pytest.raises(RefusedError) as refused:
+        task.command("compress", task.model, task.work / "entry", "--method", "quantize", "--bits", 4)
+    assert "model" in str(refused.value) and str(tmp_path) not in str(refused.value)
+    monkeypatch.setattr(commands, "main", lambda words: 143)
+    with pytest.raises(SystemExit):
+        task.command("compress")
+
+
+def _scored(results, losses):
+    """Puts results of a model whose losses of windows are given by entry and draw."""
+    results.forget(MODELS, "a", WHOLE)
+    sizes = {"windows": 3, "length": 8, "prompts": 2, "samples": 2, "seq_len": 8}
+    about = {"weights": 80, "experts": 4, "sizes": sizes}
+    for label, by_draw in ({WHOLE: [np.ones(9)]} | losses).items():
+        for draw, windows in enumerate(by_draw):
+            by_text = {name: list(own) for name, own in zip(TEXTS, np.reshape(windows, (3, 3)), strict=True)}
+            run = {
+                **(about if label == WHOLE else {}),
+                "bytes": 20,
+                "bits_per_weight": 2.0,
+                "losses": {name: float(np.mean(own)) for name, own in by_text.items()},
+                "kl": dict.fromkeys(TEXTS, 0.5),
+            }
+            if draw == 0:
+                run |= {"window_losses": by_text, "same_until": [16, 32], "agreement": {"until_first": 0.75}}
+            results.put(MODELS, "a", label, str(draw), value=run)
+    return results
+
+
+def _cells(table, start):
+    (line,) = (line for line in table.splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+@pytest.mark.parametrize(("shift", "said"), [(-0.5, WINS), (0.5, LOSES), (0.0, UNDECIDED)])
+def test_ours_are_held_against_a_peer_window_by_window(results, shift, said):
+    rng = np.random.default_rng(1)
+    theirs = 1 + rng.random(9)
+    ours = theirs + shift + 0.1 * np.tile([-1, 0, 1], 3)
+    label = PEERS[0].label
+    _scored(results, {label: [theirs], f"allocate, bytes of {label}": [ours, ours + 0.25]})
+    cells = _cells(tables(results)["a, against"], f"{PEERS[0].whose}: {label}")
+    low, high = stats.t.interval(0.95, 8, loc=shift, scale=np.std(ours - theirs, ddof=1) / 3)
+    found = [float(number.strip("[],")) for number in cells[4].split()]
+    np.testing.assert_allclose(found, [shift, low, high], atol=6e-5)
+    assert cells[5] == f"{shift:+.4f}, {shift + 0.25:+.4f}" and cells[-1] == said
+
+
+def test_the_report_has_all_entries_by_bytes(results, tmp_path):
+    losses = {entry.label: [np.full(9, 1.25)] for entry in ENTRIES}
+    text = write_report(_scored(results, losses), tmp_path)
+    assert (tmp_path / "whole_models.md").read_text() == text and (tmp_path / "whole_models.png").exists()
+    for entry in ENTRIES:
+        cells = _cells(tables(results)["a"], f"{entry.whose}: {entry.label}")
+        assert cells[1:3] == ["0.00", "2.000"] and cells[6].startswith("+0.2500") and cells[-1].startswith("75.0 [")
+    json.loads((tmp_path / "whole_models.json").read_text())
