@@ -57,7 +57,7 @@ def product_with_codes(
 
     def of_columns(start: Array, width: int, out: Array) -> Array:
         def own(values: Array) -> Array:
-            """Those of a group, for each of its blocks."""
+            """Returns the values of the groups, for each of their blocks."""
             if group_size is None:
                 return values[:, None, :]
             of_groups = columns_of(values, start, width)
