@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+import moe_jax
 from moe_jax.api.compress import calibrate
 from moe_jax.commands.cli import main
 from moe_jax.compression.calibration.calibration_rows import CalibrationRows
@@ -28,6 +29,7 @@ from moe_jax.models import BankConfig
 from moe_jax.nn import Block
 from moe_jax.nn.moe import RouterSums, stats_per_layer
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.calibrated_codes import check_nearer
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.moe_models import MemorySource, moe_config, trained_leaves
 from tests.support.seeing_models import FEATURES, picture_batch, seeing, tower_config
@@ -310,3 +312,23 @@ def test_mistakes_are_a_line(model, file, message, data, tmp_path, capsys):
     assert main(["compress", str(data / model), str(tmp_path / "out"), *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@long
+def test_a_model_that_sees_is_put_in_codes_by_rows_with_pictures(data, source):
+    """Attention, FFNs, embedding and head are; what sees stays as it is."""
+    rows, batch = rows_of(source.config)
+    whole = ModelDirectory(data / "model")
+    options = {"method": "quantize", "bits": 3, "group_size": 8, "of": "model"}
+    by_rows = {"calibrate": data / "rows.jsonl", "seq_len": 40, "calibration_dir": data / "kept"}
+    rounded, ours = (moe_jax.compress(data / "model", None, **options, **more) for more in ({}, by_rows))
+    sees = [path for path in whole.specs() if path.startswith("vision/")]
+    assert sees and all(np.array_equal(whole.read(path), ours.source.read(path)) for path in sees)
+    assert {part.part for part in ours.report.parts} == {"embedding", "attention", "head"}
+    assert ours.report.losses is not None and "embed/coded/codes" in ours.source.specs()
+
+    def said(model):
+        out = model(rows.tokens, pixels=batch["pixels"], slots=rows.slots, segment_ids=rows.valid.astype(np.int32))
+        return np.asarray(out.logits)[rows.valid]
+
+    check_nearer(said(load_model(whole)), said(ours.decoder), said(rounded.decoder))
