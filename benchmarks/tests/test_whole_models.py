@@ -20,7 +20,7 @@ from evidence.whole_models.scores import _figures
 from evidence.whole_models.small_models import TEXTS
 from evidence.whole_models.stored import stored_bytes
 from evidence.whole_models.study import MODELS, REFUSED, WholeModelsFile, do_entries
-from evidence.whole_models.task import DRAWS, RefusedError, Task
+from evidence.whole_models.task import DRAWS, SMALL, RefusedError, Task
 
 STAMP = Stamp(commit="1" * 40, date="2026-11-29", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
 FOREVER = float("inf")
@@ -118,6 +118,17 @@ def test_a_refusal_has_a_reason_without_paths_and_a_signal_has_none(monkeypatch,
     monkeypatch.setattr(commands, "main", lambda words: 143)
     with pytest.raises(SystemExit):
         task.command("compress")
+
+
+def test_options_of_ours_go_together(monkeypatch, tmp_path):
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(Task, "sizes", SMALL)
+    monkeypatch.setattr(Task, "text", lambda self: tmp_path / "text.txt")
+    task = Task("a", tmp_path / "nowhere", tmp_path, tmp_path / "work")
+    for entry in ENTRIES:
+        if entry.whose == OURS:
+            with pytest.raises(RefusedError, match="no model at"):
+                entry.make(task, task.work / "entry", 1, 10_000 if entry.beside else 0)
 
 
 def _scored(results, losses):
