@@ -21,6 +21,7 @@ from evidence.whole_models.small_models import TEXTS
 from evidence.whole_models.stored import stored_bytes
 from evidence.whole_models.study import MODELS, REFUSED, WholeModelsFile, do_entries
 from evidence.whole_models.task import DRAWS, SMALL, RefusedError, Task
+from tests.support.tiers import long
 
 STAMP = Stamp(commit="1" * 40, date="2026-11-29", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
 FOREVER = float("inf")
@@ -120,8 +121,10 @@ def test_a_refusal_has_a_reason_without_paths_and_a_signal_has_none(monkeypatch,
         task.command("compress")
 
 
+@long
 def test_options_of_ours_go_together(monkeypatch, tmp_path):
     (tmp_path / "work").mkdir()
+    (tmp_path / "text.txt").write_text("a text")
     monkeypatch.setattr(Task, "sizes", SMALL)
     monkeypatch.setattr(Task, "text", lambda self: tmp_path / "text.txt")
     task = Task("a", tmp_path / "nowhere", tmp_path, tmp_path / "work")
@@ -171,6 +174,7 @@ def test_ours_are_held_against_a_peer_window_by_window(results, shift, said):
     assert cells[5] == f"{shift:+.4f}, {shift + 0.25:+.4f}" and cells[-1] == said
 
 
+@long
 def test_the_report_has_all_entries_by_bytes(results, tmp_path):
     losses = {entry.label: [np.full(9, 1.25)] for entry in ENTRIES}
     text = write_report(_scored(results, losses), tmp_path)
