@@ -3,16 +3,22 @@
     python benchmarks/decoding.py --model MODEL [--work WORK] [--tokens 64] [--quick] [--out benchmarks/results]
 
 MODEL is a small dense model, such as SmolLM2-135M. It is upcycled, eight experts in every layer, top-2, with noise that
-makes them differ, and written in bfloat16; then compressed in every way whose arithmetic is another one. WORK keeps
-these models, and what is there is not made again. What the models say does not matter here.
+makes them differ, and written in bfloat16; then compressed in every way whose arithmetic is another one: experts alone,
+or the whole model. WORK keeps these models, and what is there is not made again. What the models say does not matter
+here.
 
 Each is then loaded in a process of its own, and continues 1, 4 and 16 rows with TOKENS tokens; reads a prompt of 500
 tokens; and scores four windows of 512. Programs are compiled before, and of three rounds the fastest counts. Memory is
 what the process has: when the model is loaded, and after a text of 64 tokens, with programs and all. `--quick` leaves
-out all but a few kinds, and all but a single row. OUT receives `decoding.json`.
+out all but a few kinds, and all but a single row.
+
+Transformers does the same with the dense model, beside which stands the dense model here; llama.cpp with GGUF files of
+the MoE, which `moe-jax export` writes, one row at a time. Their rows are left out, which is said, where a package is
+not there (torch and transformers; llama-cpp-python, which is built from source). OUT receives `decoding.json`.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -28,11 +34,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import moe_jax
 from evidence.layouts import DECODING_MEMORY, DECODING_SPEED
+from evidence.other_decoders import LlamaCpp, Transformers
 from evidence.results import RESULTS, Figures
 from moe_jax.commands.environment import ask_for_huge_pages
+from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.generation.continued_rows import Asked
 from moe_jax.generation.engine import MOST_STEPS, Engine
 
@@ -44,17 +53,21 @@ WHOLE = "bfloat16"
 
 
 class Kind(NamedTuple):
-    """A form of the experts.
+    """A model and what runs it.
 
     Attributes:
-      folder: of the model, in WORK.
-      made: from the dense model and the folder of the whole MoE, written to a third path.
+      folder: of the model, or its file, in WORK.
+      made: from the dense model and the folder of the whole MoE, written to a third path; None: it is the dense model.
       dtype: in which it is loaded; None: as it is stored.
+      package: that runs it.
+      rows: that it continues at once.
     """
 
     folder: str
-    made: Callable[[Path, Path, Path], Any]
+    made: Callable[[Path, Path, Path], Any] | None
     dtype: str | None = None
+    package: str = "moe_jax"
+    rows: tuple[int, ...] = ROWS
 
 
 def _compressed(method: str, **options: Any) -> Callable[[Path, Path, Path], Any]:
@@ -66,19 +79,33 @@ def _upcycled(dense: Path, out: Path, **options: Any) -> None:
     moe_jax.save(moe_jax.load(made, dtype="bfloat16"), out)
 
 
+def _in_gguf(kind: str) -> Callable[[Path, Path, Path], Any]:
+    return lambda dense, whole, out: moe_jax.export(whole, out, format="gguf", gguf_type=kind)
+
+
+_LLAMA: dict[str, Any] = {"package": "llama_cpp", "rows": ROWS[:1]}
 KINDS = {
     WHOLE: Kind("whole", lambda dense, whole, out: _upcycled(dense, out, noise=NOISE)),
     "float32": Kind("whole", lambda dense, whole, out: None, "float32"),
     "4 bits": Kind("codes-4", _compressed("quantize", bits=4)),
     "3 bits": Kind("codes-3", _compressed("quantize", bits=3)),
     "2 bits": Kind("codes-2", _compressed("quantize", bits=2)),
+    "all in 4 bits": Kind("all-4", _compressed("quantize", bits=4, of="model")),
+    "all in 4 bits, embedding in 8": Kind("all-4-8", _compressed("quantize", bits=4, of="model", embedding_bits=8)),
     "4 bits around a centre in 4": Kind("centre-4", _compressed("ders-quantize", bits=4, centre_bits=4)),
     "2 bits over a base": Kind("base-16", _compressed("ders-quantize", bits=2)),
     "2 bits over a base in 4": Kind("base-4", _compressed("ders-quantize", bits=2, centre_bits=4)),
     "low rank": Kind("low-rank", lambda dense, whole, out: _upcycled(dense, out, delta=f"low-rank:{RANK}")),
     "sparse": Kind("sparse", _compressed("ders-sparsify", drop=0.9, keep="magnitude")),
+    "llama.cpp, BF16": Kind("whole.gguf", _in_gguf("BF16"), **_LLAMA),
+    "llama.cpp, Q4_0": Kind("q4-0.gguf", _in_gguf("Q4_0"), **_LLAMA),
+    "llama.cpp, Q4_K_M": Kind("q4-k-m.gguf", _in_gguf("Q4_K_M"), **_LLAMA),
+    "dense, bfloat16": Kind("dense", None, "bfloat16"),
+    "dense, float32": Kind("dense", None, "float32"),
+    "dense in Transformers, bfloat16": Kind("dense", None, "bfloat16", "transformers"),
+    "dense in Transformers, float32": Kind("dense", None, "float32", "transformers"),
 }
-QUICK = (WHOLE, "4 bits", "2 bits", "2 bits over a base")
+QUICK = (WHOLE, "4 bits", "all in 4 bits", "2 bits over a base")
 
 
 class Measured(NamedTuple):
@@ -106,11 +133,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every row")
     parser.add_argument("--quick", action="store_true", help="a few kinds, one row, no scoring")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
-        print(json.dumps(measured(options.one, options.dtype, options.tokens, quick=options.quick)._asdict()))
+        name, folder = options.one
+        print(json.dumps(measured(KINDS[name], Path(folder), options.tokens, quick=options.quick)._asdict()))
         return
     figures = Figures("decoding", options.out, writes=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -123,44 +150,84 @@ def main() -> None:
 
 
 def kinds(quick: bool) -> tuple[str, ...]:
-    return QUICK if quick else tuple(KINDS)
+    """Names of the kinds whose packages are there."""
+    wanted = QUICK if quick else tuple(KINDS)
+    absent = {name for name in wanted if importlib.util.find_spec(KINDS[name].package) is None}
+    for name in sorted(absent):
+        print(f"left out: {name}, for {KINDS[name].package} is not there", file=sys.stderr)
+    return tuple(name for name in wanted if name not in absent)
 
 
 def made(name: str, dense: Path, work: Path) -> Path:
     """Returns the folder of a kind of model, which is made unless it is there."""
-    folder = work / KINDS[name].folder
+    make, folder = KINDS[name].made, work / KINDS[name].folder
+    if make is None:
+        return dense
     if not folder.exists():
         work.mkdir(parents=True, exist_ok=True)
-        KINDS[name].made(dense, work / KINDS[WHOLE].folder, folder)
+        make(dense, work / KINDS[WHOLE].folder, folder)
     return folder
 
 
 def in_own_process(folder: Path, name: str, options: argparse.Namespace) -> Measured:
     command = [sys.executable, __file__, "--model", str(options.model), "--tokens", str(options.tokens)]
-    command += ["--one", str(folder), *(["--quick"] if options.quick else [])]
-    command += ["--dtype", KINDS[name].dtype] if KINDS[name].dtype else []
+    command += ["--one", name, str(folder), *(["--quick"] if options.quick else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(f"{name}: {done.stdout.strip()}", file=sys.stderr)
-    return Measured(**json.loads(done.stdout))
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def measured(folder: Path, dtype: str | None, tokens: int, *, quick: bool) -> Measured:
+def measured(kind: Kind, folder: Path, tokens: int, *, quick: bool) -> Measured:
     """Measures a model in this process, which has done nothing else."""
     begun = resident()
-    model = moe_jax.load(folder, dtype=dtype, stacked=False)
+    model = RUNNERS[kind.package](folder, kind.dtype)
     loaded = resident()
-    engine = Engine(model.decoder, draws=False)
-    continued(engine, 1, TOLD)
+    model.tell(1, TOLD)
     told = resident()
-    speeds = {str(rows): rows / seconds_of_a_token(engine, rows, tokens) for rows in (ROWS[:1] if quick else ROWS)}
-    reading = fastest(lambda: read(engine, 1, READ))
-    scoring = None
+    speeds = {}
+    for rows in ROWS[:1] if quick else kind.rows:
+        seconds = min(second for _ in range(1 + ROUNDS) for second in model.tell(rows, tokens))
+        speeds[str(rows)] = rows / seconds
+    reading, scoring = fastest(lambda: model.read(READ)), None
     if not quick:
-        ids = np.random.default_rng(0).integers(3, model.config.vocab_size, WINDOWS * WINDOW).tolist()
-        spent = fastest(lambda: moe_jax.evaluate(model, ids, seq_len=WINDOW, batch_size=WINDOWS))
-        scoring = WINDOWS * WINDOW / spent
-    size = sum(file.stat().st_size for file in (folder / "params").rglob("*") if file.is_file())
+        ids = np.random.default_rng(0).integers(3, model.vocabulary, (WINDOWS, WINDOW))
+        scoring = ids.size / fastest(lambda: model.score(ids))
+    files = [folder] if folder.is_file() else [*(folder / "params").rglob("*"), *folder.glob("*.safetensors")]
+    size = sum(file.stat().st_size for file in files if file.is_file())
     return Measured(size, begun, loaded, told, speeds, reading, scoring)
+
+
+class Ours:
+    """A model of this library, as `other_decoders` has others."""
+
+    def __init__(self, folder: Path, dtype: str | None):
+        self._source = folder, dtype
+        model = moe_jax.load(folder, dtype=dtype, stacked=False)
+        self._engine, self.vocabulary = Engine(model.decoder, draws=False), model.config.vocab_size
+        self._scored: tuple[Evaluator, nnx.State] | None = None
+
+    def tell(self, rows: int, tokens: int) -> list[float]:
+        return continued(self._engine, rows, tokens)
+
+    def read(self, length: int) -> Any:
+        return read(self._engine, 1, length)
+
+    def score(self, ids: np.ndarray) -> Any:
+        """Layers are stacked, as `evaluate` has them: one program for all."""
+        if self._scored is None:
+            folder, dtype = self._source
+            graphdef, state = nnx.split(moe_jax.load(folder, dtype=dtype).decoder)
+            evaluator = Evaluator(graphdef, ids.reshape(-1), seq_len=ids.shape[1], batch_size=ids.shape[0])
+            self._scored = evaluator, state
+        evaluator, state = self._scored
+        return evaluator(state)
+
+
+RUNNERS: dict[str, Callable[[Path, str | None], Any]] = {
+    "moe_jax": Ours,
+    "transformers": Transformers,
+    "llama_cpp": lambda file, dtype: LlamaCpp(file, max(READ, PROMPT + TOLD, WINDOW)),
+}
 
 
 def read(engine: Engine, rows: int, length: int, room: int = 0) -> Any:
@@ -190,11 +257,6 @@ def continued(engine: Engine, rows: int, tokens: int) -> list[float]:
     return seconds
 
 
-def seconds_of_a_token(engine: Engine, rows: int, tokens: int) -> float:
-    continued(engine, rows, 1)
-    return min(second for _ in range(ROUNDS) for second in continued(engine, rows, tokens))
-
-
 def fastest(work: Callable[[], Any]) -> float:
     """Seconds of the fastest round, after one in which programs are compiled."""
     spent = []
@@ -212,7 +274,7 @@ def resident() -> int:
 
 
 def rows_of(found: dict[str, Measured]) -> tuple[list[list[Any]], list[list[Any]]]:
-    """The rows of the tables; ratios are to the whole model in bfloat16."""
+    """The rows of the tables; ratios are to the whole MoE in bfloat16."""
     whole, speed, memory = found[WHOLE], [], []
     for name, one in found.items():
         cells = [[one.tokens[rows], one.tokens[rows] / whole.tokens[rows]] if rows in one.tokens else None

@@ -3,7 +3,7 @@
     python benchmarks/true_layers.py [--layers NAME ...] [--exact] [--folder DIR] [--out benchmarks/results]
         [-- OPTIONS]
     python benchmarks/true_layers.py --calibrated [--layers NAME ...] [--cases NAME ...] [--processes 2]
-    python benchmarks/true_layers.py --compile h100:1
+    python benchmarks/true_layers.py --compile h100:1 ...
 
 One layer each of Mixtral-8x7B (8 experts of 14336 neurons, width 4096), DeepSeekMoE-16B (64 of 1408, width 2048) and
 Qwen3-30B-A3B (128 of 768, width 2048), bfloat16. The weights are synthetic, twice:
@@ -30,7 +30,7 @@ steps. Beside minutes stand those of all threads on the processor, which say mor
 `--compile` compiles the jitted programs of these methods at Mixtral's size, for which the compiler of such a device has
 to be there but no device, and states the least time of each. All else runs on the host, in NumPy and SciPy.
 
-OUT receives `true_layers.json`, row by row; rows that are there are not measured again.
+OUT receives `true_layers.json`, row by row; rows that are there are not measured again, but for those of programs.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--calibrated", action="store_true", help="methods that look at inputs of experts instead")
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", default=list(CASES), help="of these")
     parser.add_argument("--processes", type=int, default=1, help="that share as many layers of a model; with these")
-    parser.add_argument("--compile", metavar="TOPOLOGY", help="compile programs for a device such as h100:1 instead")
+    parser.add_argument("--compile", nargs="+", metavar="TOPOLOGY", help="compile programs for h100:1, v5p:2x2x1, ...")
     parser.add_argument("--folder", type=Path, help="for the models, 10 GB; a temporary one by default")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("options", nargs="*", help="of moe-jax compress")
@@ -151,8 +151,8 @@ def main() -> None:
     if options.compile:
         from true_size.programs import rows_for  # with the compilers
 
-        for name, row in rows_for(options.compile):
-            figures.put_row(TRUE_PROGRAMS.name, name, row)
+        rows = [row for topology in options.compile for row in rows_for(topology)]
+        figures.put_rows(TRUE_PROGRAMS.name, rows)
         print(TRUE_PROGRAMS.text(figures))
     elif options.calibrated:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -255,13 +255,13 @@ SERVING_BEFORE = Table(
 )  # fmt: skip
 DECODING_SPEED = Table(
     "speed",
-    ("experts", *(f"{rows}, tokens/s (of bfloat16)" for rows in ("1 row", "4 rows", "16 rows")),
+    ("model", *(f"{rows}, tokens/s (of bfloat16)" for rows in ("1 row", "4 rows", "16 rows")),
      "500 tokens read, s (of bfloat16)", "scored, tokens/s (of bfloat16)"),
     ("{}", *["{:.1f} ({:.2f})"] * 3, "{:.2f} ({:.2f})", "{:.0f} ({:.2f})"),
 )  # fmt: skip
 DECODING_MEMORY = Table(
     "memory",
-    ("experts", "file, MB", "loaded, MB", "process after 64 tokens, MB", "of which neither weights nor Python, MB",
+    ("model", "file, MB", "loaded, MB", "process after 64 tokens, MB", "of which neither weights nor Python, MB",
      "of bfloat16"),
     ("{}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.2f}"),
 )  # fmt: skip

@@ -21,7 +21,7 @@ def test_a_finished_demo_becomes_its_tables(tmp_path: pathlib.Path):
     _, _, dense, whole, *smaller = DEMO_MODELS.text(figures).splitlines()
     assert dense == "| dense, as it came | 134,515,008 | 269.0 |  |  | 3.799 |  |"
     assert whole == "| upcycled and tuned | 253,988,928 | 508.0 | 318.0 | 16.00 | 1.234 |  |"
-    assert smaller[-1] == "| allocate, 1.75 bits | 253,988,928 | 230.0 | 40.0 | 4.10 | 1.250 | +0.0130 |"
+    assert smaller[-1] == "| whole model, 3.2 bits | 253,988,928 | 230.0 | 40.0 | 4.10 | 1.250 | +0.0130 |"
     assert DEMO_STEPS.text(figures).splitlines()[2:] == ["| tune | 62 |", "| in all | 62 |"]
 
 

@@ -100,6 +100,7 @@ def run(options: Options) -> None:
     """Prints the description of a model; draws its experts first, if asked for."""
     from moe_jax.files.regular_files import taken_bytes
     from moe_jax.model_io.model_source import OverBase
+    from moe_jax.model_io.without_codes import weights_in_codes
     from moe_jax.models import config_to_json
 
     source = options.open(towers=True)
@@ -122,7 +123,7 @@ def run(options: Options) -> None:
         described = {
             "path": str(source.path),
             "parameters": sum(sizes.values()),
-            "weights_in_codes": _weights_in_codes(source.config, specs),
+            "weights_in_codes": weights_in_codes(source.config),
             "bytes": count_bytes(specs.values()),
             "disk_bytes": taken_bytes(source.path),
             "quantized": dict(Counter(getattr(source, "kinds_of_codes", dict)().values())),
@@ -222,22 +223,6 @@ def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -
     return {path: spec.size for path, spec in specs.items() if is_parameter(spec)}
 
 
-def _weights_in_codes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> int:
-    """Returns the number of weights that are stored in codes, and are not trained."""
-    from moe_jax.experts.forms.coding import Storable
-    from moe_jax.model_io.without_codes import weights_in_linear_codes
-
-    count = weights_in_linear_codes(config)
-    for layer in config.moe_layers:
-        moe = config.moe(layer)
-        form = moe.bank.form
-        if form.has_codes and not (isinstance(form, Storable) and form.counts_largest):
-            for name, (rows, columns) in moe.expert.shapes(config.d_model).items():
-                codes = specs.get(f"layers/{layer}/mlp/experts/delta/{name}/codes")
-                count += 0 if codes is None else codes.shape[0] * rows * columns
-    return count
-
-
 def _split(path: str) -> tuple[str, int, str]:
     """Returns the part of the model before `layers/`, the layer's index, -1 outside of layers, and the path inside."""
     match = re.fullmatch(r"(vision/tower/|)layers/(\d+)/(.*)", path)
@@ -254,6 +239,7 @@ def _print(
 
     from moe_jax.core.terminal import console_for_tables, table_of_figures
     from moe_jax.files.regular_files import taken_bytes
+    from moe_jax.model_io.without_codes import weights_in_codes
     from moe_jax.nn.projector import vision_in_words
 
     console, config = console_for_tables(), source.config
@@ -271,7 +257,7 @@ def _print(
         size = show_bytes(sum(map(source.stored_bytes, specs)))
         kinds = ", ".join(f"{count:,} in {kind}" for kind, count in Counter(stored.values()).items())
         console.print(f"the checkpoint is quantised, {kinds}, and has {size}; the sizes here are of what it becomes")
-    coded = _weights_in_codes(config, specs)
+    coded = weights_in_codes(config)
     codes = f" and {coded:,} weights in codes" if coded else ""
     console.print(f"total: {sum(sizes.values()):,} parameters{codes}, {show_bytes(count_bytes(specs.values()))}")
     if (taken := taken_bytes(source.path)) is not None:

@@ -206,7 +206,10 @@ def linear_maps_of(config: ModelConfig, method: Method, *, extended: bool) -> li
     if extended:
         raise InputError(f"--extended makes an expert of the universal FFN, which --of {method.part} codes where it is")
     if jax.process_count() > 1:
-        raise InputError(f"--of {method.part} runs in one process: every layer is given what those before it give")
+        raise InputError(
+            f"--of {method.part} runs in one process, for every layer is given what those before it give: start the "
+            "command in one, which takes the memory of a layer; several share the work of --of experts"
+        )
     return check_maps(config)
 
 

@@ -139,7 +139,7 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
                 run = folder / "runs" / name
                 shell.train(folder / "continue.toml", run, f"model.path={model}", f"run_dir={run}")
 
-        shell.console.rule("make the experts smaller in three ways")
+        shell.console.rule("make it smaller in three ways")
         with done.timed("compress"):
             text = _write_calibration(folder)
             calibration = ("--calibrate", text, "--samples", SAMPLES, "--seq-len", SEQ_LEN)

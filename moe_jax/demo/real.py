@@ -29,7 +29,7 @@ TRAINED, HELD_OUT = 600, 16
 SEQ_LEN, SCORED_LEN = 192, 128
 # Of the calibration, which is of problems that are learnt from: held-out ones choose nothing. Few tokens are enough for
 # problems that are so much alike, and `allocate` takes as much longer as there are.
-CALIBRATED, SAMPLES, WINDOW = 64, 2, 128
+CALIBRATED, SAMPLES, WINDOW = 64, 4, 128
 UPCYCLED = "--experts 4 --top-k 2 --every 2 --delta full"
 # Batches of conversations, short enough for two cores. All but experts and routers stays as it is: that is faster, and
 # there are no moments to be kept for it.
@@ -94,7 +94,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         with done.timed("tune"):
             shell.train(folder / "tune.toml", folder / "run")
 
-        shell.console.rule("make the experts smaller in three ways")
+        shell.console.rule("make it smaller in three ways")
         with done.timed("compress"):
             text = _write_calibration(folder, dense)
             calibration = ("--calibrate", text, "--samples", SAMPLES, "--seq-len", WINDOW)

@@ -10,6 +10,7 @@ import numpy as np
 from moe_jax.core.finite import cast
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms import Coded, Matrix
+from moe_jax.experts.forms.coding import Storable
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ChangedSource, ModelSource
 from moe_jax.models import ModelConfig
@@ -29,6 +30,19 @@ def weights_in_linear_codes(config: ModelConfig) -> int:
     return sum(
         math.prod(spec.shape) for path, spec in leaf_specs(config_without_codes(config)).items() if path not in stored
     )
+
+
+def weights_in_codes(config: ModelConfig) -> int:
+    """Returns the number of all weights that are in codes, those of experts too; codes themselves are not trained."""
+    count, specs = weights_in_linear_codes(config), leaf_specs(config)
+    for layer in config.moe_layers:
+        moe = config.moe(layer)
+        form = moe.bank.form
+        if form.has_codes and not (isinstance(form, Storable) and form.counts_largest):
+            for name, (rows, columns) in moe.expert.shapes(config.d_model).items():
+                codes = specs.get(f"layers/{layer}/mlp/experts/delta/{name}/codes")
+                count += 0 if codes is None else codes.shape[0] * rows * columns
+    return count
 
 
 def config_without_codes(config: ModelConfig) -> ModelConfig:

@@ -24,6 +24,7 @@ from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import ExpertBank
 from moe_jax.model_io.loading import FURTHER, TOWER, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import own_leaves, with_nf4
+from moe_jax.model_io.without_codes import weights_in_codes
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 
@@ -94,7 +95,7 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
 
     Patterns, counts and shares of the model are shown, and whether routers are included.
     """
-    sizes, groups = parameter_sizes(config), trained_groups(config, trained)
+    sizes, groups, coded = parameter_sizes(config), trained_groups(config, trained), weights_in_codes(config)
     total, active = sum(sizes.values()), sum(group.active for group in groups)
     count = sum(group.size for group in groups)
     table = rich.table.Table(box=None, header_style="bold", pad_edge=False)
@@ -107,11 +108,17 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
     lines = [
         f"trained: {count:,} of {total:,} parameters ({_percent(count, total)}), {active:,} of them active per token",
         *([f"frozen: {total - count:,} parameters{_as_nf4(config, sizes)}"] if count < total else []),
+        *([f"in codes: {coded:,} weights, whose codes stay as they are{_of_scales(trained)}"] if coded else []),
         *_router_lines(config, sizes, trained),
     ]
     console.print(table, highlight=False)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _of_scales(trained: Collection[str]) -> str:
+    learnt = any(path.endswith(("/scales", "/row_scales", "/scale_steps")) for path in trained)
+    return "; what is trained of them is their scales" if learnt else ", and so do their scales"
 
 
 def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collection[str]) -> list[str]:

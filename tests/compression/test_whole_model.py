@@ -158,6 +158,17 @@ def test_the_best_measured_plan_is_taken(models, text, tmp_path, out_of):
     assert report["losses"]["divergence"] == pytest.approx(min(one["measured"] for one in report["tried"]), rel=1e-3)
 
 
+@long
+def test_plans_for_experts_alone_are_tried_too(models, text, tmp_path, out_of):
+    how = ("--method", "allocate", "--group-size", "8", "--tries", "2", "--budget-bits", "10", *by_text(text, 4))
+    said = out_of("compress", models["one"], tmp_path / "out", *how)
+    made = moe_jax.load(tmp_path / "out")
+    tried = made.lineage[-1]["measured"]["tried"]
+    measured = [float(one) for one in re.findall(r"plan \d: divergence (\d\.\d+)", said)]
+    assert 1 <= len(tried) == len(measured)
+    assert not made.source.config.codes and made.source.config.moe(0).bank.form.has_codes
+
+
 def test_bad_input(models, text, failing, tmp_path):
     out = tmp_path / "none"
     model = models["moe"]

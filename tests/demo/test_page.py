@@ -81,6 +81,6 @@ def test_every_way_is_a_command_and_a_text_is_given_where_it_is_needed(tmp_path)
     ran = []
     shell = Shell(rich.console.Console(quiet=True), lambda words: ran.append(words) or 0)
     made = compress_in_all_ways(shell, tmp_path / "moe", tmp_path, ("--calibrate", "t.txt"))
-    assert list(made) == ["4 bits", "4 bits, GPTQ", f"allocate, {BUDGET} bits"]
+    assert list(made) == ["4 bits", "4 bits, GPTQ", f"whole model, {BUDGET} bits"]
     assert [words[-2:] == ["--calibrate", "t.txt"] for words in ran] == [False, True, True]
     assert [words[:3] for words in ran] == [["compress", str(tmp_path / "moe"), str(path)] for path in made.values()]

@@ -119,6 +119,19 @@ def test_few_rows_are_multiplied_with_codes(rows, made, monkeypatch):
     assert_close(got, product(x))
 
 
+def test_codes_of_few_rows_are_multiplied_as_bytes_on_a_cpu_alone():
+    form, matrix = Quantized(bits=4, group_size=64, zero_points=True), Matrix("up", (128, 5))
+    leaves = random_leaves(form, matrix, 1, (3,))
+
+    def product(x, sizes):
+        return form.grouped(x, leaves, sizes, matrix)
+
+    traced = jax.jit(product).trace(normal(0, 2, 128), jnp.asarray([2, 0, 0], jnp.int32))
+    for platform in ("cpu", "tpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("x64xi8>" in text) == (platform == "cpu")
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_part_is_a_part_of_the_kernel(name):
     """Of shards that begin inside a group, and some columns of these."""

@@ -60,7 +60,7 @@ from moe_jax.compression.methods.interface import (
 from moe_jax.compression.methods.resmoe import aligned
 from moe_jax.compression.options.around_centre import AllocateOptions
 from moe_jax.compression.report import BARYCENTER, LayerFigures
-from moe_jax.compression.source_layer import SourceLayer, Write, unaligned
+from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.code_options import TABLE_BITS
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import count_bytes
@@ -277,7 +277,7 @@ class Allocate(AllocateOptions, Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         shared = target.bank.has_base
-        orders = analysis["permutations"] if shared else unaligned(layer)
+        orders = analysis["permutations"] if shared else None
         measure = write_experts(layer, target.bank, write, permutations=orders)
         return measure.figures(
             analysed=analysis["seconds"],

@@ -46,7 +46,7 @@ from moe_jax.compression.report import NO_BASE, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, aligned_experts, unaligned
 from moe_jax.core.code_options import Levels
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
-from moe_jax.experts.forms.coding import Encoded, Layout, MoreOfCodes, Wanted
+from moe_jax.experts.forms.coding import CodedJointly, Encoded, Layout, MoreOfCodes, Wanted
 from moe_jax.functional.codes import LEVELS, SCALE_DTYPE, Grid, scale_leaves, scales_of
 from moe_jax.models import LinearCodes, MoEConfig
 
@@ -170,11 +170,13 @@ class WithoutBase(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
+        # Neurons stay as they are; matrices that are factored together are read side by side all the same.
+        together = isinstance(target.bank.form, CodedJointly)
         measure = write_experts(
             layer,
             target.bank,
             write,
-            permutations=unaligned(layer),
+            permutations=unaligned(layer) if together else None,
             feedback=self.feedback,
             even=self.levels == "even",
             coder=self.coder,

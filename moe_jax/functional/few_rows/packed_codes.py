@@ -46,19 +46,22 @@ def product_with_codes(
       group_size: rows that share a scale; None: all.
     """
     (count, size), width = rows.shape, packed.shape[1]
-    block = rows_of_blocks(size, group_size)
-    blocks = jnp.swapaxes(rows.reshape(count, -1, block), 0, 1)
+    group = group_size or size
+    in_bytes = grid.table is None and count <= MOST_ROWS_IN_WHOLE_NUMBERS and min(group, size) <= _MOST_SUMMED
+    # Few blocks take less time than many; but those that are multiplied together have to be of one size.
+    block = min(group, size) if in_bytes else rows_of_blocks(size, group_size)
+    blocks = jnp.pad(rows, ((0, 0), (0, -size % block))).reshape(count, -1, block)
+    blocks = jnp.swapaxes(blocks, 0, 1)
     whole = jnp.sum(blocks, axis=2, keepdims=True)
-    in_bytes = grid.table is None and count <= MOST_ROWS_IN_WHOLE_NUMBERS and block <= _MOST_SUMMED
     terms = _Terms.of(blocks) if in_bytes else None
 
     def of_columns(start: Array, width: int, out: Array) -> Array:
         def own(values: Array) -> Array:
-            """Those of a group, for each of its blocks."""
+            """Returns the values of the groups, for each of their blocks."""
             if group_size is None:
                 return values[:, None, :]
-            per_block = repeat_over_rows(columns_of(values, start, width), size // block, group_size // block)
-            return per_block[:, None, :]
+            of_groups = columns_of(values, start, width)
+            return repeat_over_rows(of_groups, blocks.shape[0], max(1, group_size // block))[:, None, :]
 
         codes = columns_of(packed, start, width)
         # Twice the codes less what all levels lie below them; those of a table are what they are.
@@ -90,7 +93,8 @@ class _Terms(NamedTuple):
     """Blocks of rows as whole numbers: `unit * (first + second / 254 + third / 254^2)`.
 
     Attributes:
-      terms: first, second and third of all rows, one after another; from -127 to 127.
+      terms: first, second and third of all rows, one after another; from -127 to 127. The last block may be shorter,
+        with zeros at its end.
       units: of each row in a block.
     """
 
@@ -110,12 +114,14 @@ class _Terms(NamedTuple):
     def sums_of_levels(self, codes: UInt8[Array, "i o"], bits: int, middle: int) -> Float[Array, "g m o"]:
         """Returns the products of every block with `2 * codes - middle`."""
         below = 128 if bits == 8 else 0
-        levels = lax.bitcast_convert_type(codes ^ jnp.uint8(below), jnp.int8)
-        levels = levels.reshape(self.terms.shape[0], -1, codes.shape[1])
+        levels, block = lax.bitcast_convert_type(codes ^ jnp.uint8(below), jnp.int8), self.terms.shape[2]
+        products = []
         # One product after another: XLA:CPU converts operands of a batch of products to int32.
-        products = jnp.stack([_sums(one, of_block) for one, of_block in zip(self.terms, levels, strict=True)])
+        for index, terms in enumerate(self.terms):
+            of_block = levels[index * block : (index + 1) * block]
+            products.append(_sums(terms[:, : of_block.shape[0]], of_block))
         totals = jnp.sum(self.terms, axis=2, keepdims=True, dtype=jnp.int32)
-        sums = (2 * products + (2 * below - middle) * totals).astype(jnp.float32)
+        sums = (2 * jnp.stack(products) + (2 * below - middle) * totals).astype(jnp.float32)
         first, second, third = jnp.split(sums, 3, axis=1)
         return self.units * (first + second / _TERM_STEP + third / _TERM_STEP**2)
 
