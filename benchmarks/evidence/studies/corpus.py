@@ -1,6 +1,7 @@
 """What a model of some scale reads: its tokenizer, the batches of a seed, and the tokens that are scored."""
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -115,12 +116,12 @@ def tokenizer_file(place: Place, scale: Scale) -> Path:
     file = place.work / "tokenizers" / scale.name / "tokenizer.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, _byte_pairs(place, scale.vocab_size).to_str())
+        write_whole(file, byte_pairs(DOMAINS, place.data, scale.vocab_size).to_str())
     return file
 
 
-def _byte_pairs(place: Place, vocab_size: int) -> tokenizers.Tokenizer:
-    """Byte-level byte pairs; ids 1 and 2 are those of beginning and end."""
+def byte_pairs(texts: Iterable[str], data: Path, vocab_size: int) -> tokenizers.Tokenizer:
+    """Makes a tokenizer of byte-level byte pairs of some texts of DATA; ids 1 and 2 are those of beginning and end."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -131,6 +132,5 @@ def _byte_pairs(place: Place, vocab_size: int) -> tokenizers.Tokenizer:
         show_progress=False,
     )
     # Texts count alike: a million characters of each.
-    texts = (read_text(name, place.data).train[:1_000_000] for name in DOMAINS)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((read_text(name, data).train[:1_000_000] for name in texts), trainer)
     return tokenizer

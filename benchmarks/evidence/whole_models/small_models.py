@@ -4,11 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
 from evidence.commands import run
-from evidence.studies.corpus import RECIPES, write_whole
+from evidence.studies.corpus import RECIPES, byte_pairs, write_whole
 from evidence.studies.texts import read_text
 
 TEXTS = ("wiki", "stories", "shakespeare")
@@ -51,7 +48,7 @@ def llama_moe(data: Path, work: Path) -> Path:
     width of its FFNs, 768, are multiples of the blocks of all formats."""
     tokenizer = work / "tokenizer" / "tokenizer.json"
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(tokenizer, _byte_pairs(data))
+    write_whole(tokenizer, byte_pairs(TEXTS, data, _VOCABULARY).to_str())
     begun = f'config = {_quoted(RECIPES / "small_llama.json")}\ninit = "random"'
     how = f"tokenizer = {_quoted(tokenizer)}"
     dense = _trained(data, work / "dense", begun, steps=300, rate=3e-3, rows=16, tokenizer=how)
@@ -89,18 +86,3 @@ def _trained(data: Path, target: Path, model: str, *, steps: int, rate: float, r
 
 def _quoted(path: Path) -> str:
     return json.dumps(str(path))
-
-
-def _byte_pairs(data: Path) -> str:
-    """A tokenizer of byte-level byte pairs, of as much of every text to train on."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((read_text(name, data).train[:1_000_000] for name in TEXTS), trainer)
-    return tokenizer.to_str()

@@ -143,7 +143,7 @@ class Allocate(AllocateOptions, Method):
         check_calibrated(layers)
         if self.of != "experts":
             return
-        chosen = smallest(self._smallest(layers))
+        chosen = smallest(self._layers_without_errors(layers))
         budget, least = self._budget.nbytes(layers), total_bytes(chosen)
         if least > budget:
             raise InputError(
@@ -155,7 +155,7 @@ class Allocate(AllocateOptions, Method):
     def check_model(self, layers: Sequence[SourceLayer], rest: Rest) -> None:
         if not rest.maps:
             return
-        chosen = smallest(self._smallest(layers) | self._without_errors(rest))
+        chosen = smallest(self._layers_without_errors(layers) | self._maps_without_errors(rest))
         least = total_bytes(chosen) + rest.fixed_bytes
         if least > self._room(rest) + rest.fixed_bytes:
             of_experts = f", and for its experts {self._in_words(layers, chosen)}," if layers else ""
@@ -165,7 +165,7 @@ class Allocate(AllocateOptions, Method):
                 f"{8 * least / rest.weights:.2f} bits per weight, of which {rest.fixed_bytes:,} bytes stay as they are"
             )
 
-    def _smallest(self, layers: Sequence[SourceLayer], formats: int = 1) -> dict[int, list[Candidate]]:
+    def _layers_without_errors(self, layers: Sequence[SourceLayer], formats: int = 1) -> dict[int, list[Candidate]]:
         """Candidates with the bytes of every choice of the first formats, and without errors."""
         found = {}
         for layer in layers:
@@ -177,13 +177,13 @@ class Allocate(AllocateOptions, Method):
         """The choices for experts, each once."""
         return "; ".join(dict.fromkeys(moe.bank.describe() for moe in self._banks(layers, chosen).values()))
 
-    def _without_errors(self, rest: Rest) -> dict[int, list[Candidate]]:
+    def _maps_without_errors(self, rest: Rest) -> dict[int, list[Candidate]]:
         """Candidates of linear maps with the bytes of every choice, and without errors."""
         nothing = MapAnalysis(np.zeros((len(rest.maps), len(BITS))), np.zeros(len(rest.maps)))
         return map_candidates(rest, nothing, self.codes_of_maps)
 
     def extreme_plans(self, layers: Sequence[SourceLayer], rest: Rest) -> tuple[Plan, Plan]:
-        candidates = self._smallest(layers, len(self._formats)) | self._without_errors(rest)
+        candidates = self._layers_without_errors(layers, len(self._formats)) | self._maps_without_errors(rest)
         most = {key: max(some, key=lambda one: one.nbytes) for key, some in candidates.items()}
         return self._plan(layers, rest, smallest(candidates)), self._plan(layers, rest, most)
 
@@ -228,8 +228,8 @@ class Allocate(AllocateOptions, Method):
             by_map = [factors.get(one.part, 1.0) for one in rest.maps]
             analysis = rest.analysis._replace(sensitivities=rest.analysis.sensitivities * np.array(by_map))
             of_maps = map_candidates(rest, analysis, self.codes_of_maps)
-        ways = self._ways(layers, analyses, of_maps, room, factors.get(EXPERTS, 1.0))
-        return [self._plan(layers, rest, chosen) for chosen in ways]
+        every = self._ways(layers, analyses, of_maps, room, factors.get(EXPERTS, 1.0))
+        return [self._plan(layers, rest, chosen) for chosen in every]
 
     def _plan(self, layers: Sequence[SourceLayer], rest: Rest, chosen: Mapping[int, Candidate]) -> Plan:
         """The plan of these choices, under the keys of `ways`."""
