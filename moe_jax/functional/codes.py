@@ -133,7 +133,7 @@ def zeros_of(leaf: UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
 
 def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
     """Packs codes in [0, 2^bits)."""
-    rows, per_word, word_bytes = codes.shape[0], *_word(bits)
+    rows, per_word, word_bytes = codes.shape[0], *word(bits)
     fields = jnp.pad(codes.astype(jnp.uint32), ((0, -rows % per_word), (0, 0)))
     shifts = jnp.arange(per_word, dtype=jnp.uint32) * jnp.uint32(bits)
     # The fields do not overlap, so their sum is their bitwise or.
@@ -145,7 +145,7 @@ def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
 
 def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: DTypeLike) -> Float[Array, "i o"]:
     """Returns the codes of the first `rows` rows, as floats."""
-    per_word, word_bytes = _word(bits)
+    per_word, word_bytes = word(bits)
     if word_bytes == 1:
         words = packed
     else:
@@ -218,7 +218,7 @@ def repeat_over_rows(
     return jnp.broadcast_to(group_values[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
 
 
-def _word(bits: int) -> tuple[int, int]:
+def word(bits: int) -> tuple[int, int]:
     """Returns the smallest number of codes that fill whole bytes, and the number of these bytes."""
     return (8, 3) if bits == 3 else (8 // bits, 1)
 

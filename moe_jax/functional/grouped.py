@@ -195,33 +195,28 @@ def looped_product(
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
-def looped_rows(
+def row_by_row(
     lhs: Float[Array, "M k"],
     group_sizes: Int[Array, " E"],
     width: int,
-    product_of: Callable[[Array], Callable[[Float[Array, "m k"]], Float[Array, "m n"]]],
+    product_of: Callable[[Array], Callable[[Float[Array, "1 k"]], Float[Array, "1 n"]]],
 ) -> Float[Array, "M n"]:
-    """Does what `looped_product` does without making kernels, for rows so few that every tile of them does it anew.
+    """Does what `looped_product` does without making kernels, for few rows: each is multiplied by itself.
 
     Args:
       lhs, group_sizes, width: see there.
-      product_of: given a group, returns a function of some rows to their product with its kernel.
+      product_of: given a group, returns a function of one row to its product with the group's kernel.
     """
-    rows, starts = lhs.shape[0], jnp.cumsum(group_sizes) - group_sizes
-    padded = jnp.pad(lhs, ((0, longest_tile(rows)), (0, 0)))
+    ends = jnp.cumsum(group_sizes)
+    groups = jnp.searchsorted(ends, jnp.arange(lhs.shape[0], dtype=ends.dtype), side="right", method="compare_all")
 
-    def group(e: Array, out: Array) -> Array:
-        product = product_of(e)
+    def multiply(row: Array, out: Array) -> Array:
+        one = lax.dynamic_slice_in_dim(lhs, row, 1, 0)
+        product = product_of(groups[row].astype(jnp.int32))(one)
+        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), row, 0)
 
-        def multiply(tile: int, offset: Array, out: Array) -> Array:
-            block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
-            # As in `looped_product`, rows beyond the group are overwritten later.
-            return lax.dynamic_update_slice_in_dim(out, product(block).astype(out.dtype), starts[e] + offset, 0)
-
-        return over_tiles(group_sizes[e], rows, multiply, out)
-
-    out = over_groups_with_rows(group_sizes, group, jnp.zeros((padded.shape[0], width), lhs.dtype))
-    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+    rows = jnp.minimum(ends[-1], lhs.shape[0]).astype(jnp.int32)
+    return lax.fori_loop(jnp.zeros((), jnp.int32), rows, multiply, jnp.zeros((lhs.shape[0], width), lhs.dtype))
 
 
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:

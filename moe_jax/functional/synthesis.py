@@ -30,10 +30,10 @@ from moe_jax.functional.dense import linear
 from moe_jax.functional.grouped import (
     longest_tile,
     looped_product,
-    looped_rows,
     of_this_turn,
     over_columns,
     over_tiles,
+    row_by_row,
     tile_width,
     when,
 )
@@ -102,14 +102,17 @@ class Tiles(abc.ABC):
           start, width: which columns.
         """
 
-    def product_of_few(self, rows: Float[Array, "m i"], arrays: Stacked) -> Float[Array, "m o"] | None:
+    def product_of_few(
+        self, rows: Float[Array, "m i"], arrays: Stacked, expert: Int[Array, ""]
+    ) -> Float[Array, "m o"] | None:
         """Returns the product of few rows with what is added to the base, or else the kernel; float32.
 
         No kernel is made for it, as on a CPU it would be written to memory and read again. None: there is no such way.
 
         Args:
           rows: of one expert.
-          arrays: of that expert, by name.
+          arrays: of all experts, by name.
+          expert: which it is.
         """
         return None
 
@@ -242,10 +245,9 @@ def _looped_tiles(given: Operands, *, tiles: Tiles) -> Array:
 
 
 def _multiplies_few(tiles: Tiles, given: Operands) -> bool:
-    arrays = given.trained | given.fixed
-    one = {name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for name, array in arrays.items()}
     rows = jax.ShapeDtypeStruct((1, given.lhs.shape[1]), given.lhs.dtype)
-    return jax.eval_shape(tiles.product_of_few, rows, one) is not None
+    expert = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.eval_shape(tiles.product_of_few, rows, given.trained | given.fixed, expert) is not None
 
 
 def _product_of_few(given: Operands, *, tiles: Tiles) -> Array:
@@ -253,17 +255,16 @@ def _product_of_few(given: Operands, *, tiles: Tiles) -> Array:
 
     def product_of(e: Array) -> Callable[[Array], Array]:
         (arrays, of_all), at = of_this_turn((trained | fixed, base), e)
-        leaves = _expert(arrays, at)
 
         def product(rows: Array) -> Array:
-            own = tiles.product_of_few(rows, leaves)
+            own = tiles.product_of_few(rows, arrays, at)
             assert own is not None
             return own if of_all is None else own + linear(rows.astype(jnp.float32), of_all)
 
         return product
 
     if group_sizes.shape[0] > 1:
-        return looped_rows(lhs, group_sizes, tiles.shape[1], product_of)
+        return row_by_row(lhs, group_sizes, tiles.shape[1], product_of)
     # A loop would take longer than what is in it.
     only = product_of(jnp.zeros((), jnp.int32))(lhs).astype(lhs.dtype)
     return zero_rows_beyond(only, group_sizes[0])

@@ -57,12 +57,13 @@ class MultipliesFew(abc.ABC):
     """Optional: few rows are multiplied with what is stored, and no kernel is made; on a CPU."""
 
     @abc.abstractmethod
-    def product_of_few(self, rows: Rows, arrays: Arrays) -> Rows | None:
+    def product_of_few(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
         """The product with what is added to the base, or else with the kernel, float32; None: not with these options.
 
         Args:
           rows: of one expert [m, in].
-          arrays: of that expert, of its whole kernel.
+          arrays: of whole kernels, stacked over the experts.
+          expert: which it is.
         """
 
 
@@ -90,9 +91,10 @@ class FormTiles(Tiles):
         window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, _own(arrays), window)
 
-    def product_of_few(self, rows: Rows, arrays: Arrays) -> Rows | None:
-        is_part = ORIGIN in arrays
-        return self.form.product_of_few(rows, arrays) if isinstance(self.form, MultipliesFew) and not is_part else None
+    def product_of_few(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
+        if ORIGIN in arrays or not isinstance(self.form, MultipliesFew):
+            return None
+        return self.form.product_of_few(rows, arrays, expert)
 
     def fused(self) -> FusedTile | str:
         if isinstance(self.form, MadeInPallas):

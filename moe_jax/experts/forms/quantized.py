@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
@@ -130,16 +131,17 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
             return numbers
         return numbers * repeat_over_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
 
-    def product_of_few(self, rows: Rows, arrays: Arrays) -> Rows | None:
+    def product_of_few(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
         # In many small blocks, sums over them would be more than the kernel.
         if self.own_bits or rows_of_blocks(rows.shape[1], self.group_size) < LEAST_BLOCK:
             return None
         wide = rows.astype(jnp.float32)
+        own = {name: lax.dynamic_index_in_dim(arrays[name], expert, keepdims=False) for name in {*arrays} - {"codes"}}
         if self.row_scales:
-            wide = wide * arrays["row_scales"].astype(jnp.float32).T
-        zeros = zeros_of(arrays["zeros"], self.bits) if self.zero_points else None
-        grid = Grid(scales_of(arrays), arrays.get("table"), zeros)
-        return product_with_codes(wide, arrays["codes"], grid, self.bits, self.group_size)
+            wide = wide * own["row_scales"].astype(jnp.float32).T
+        zeros = zeros_of(own["zeros"], self.bits) if self.zero_points else None
+        grid = Grid(scales_of(own), own.get("table"), zeros)
+        return product_with_codes(wide, arrays["codes"], expert, grid, self.bits, self.group_size)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
         if not self.is_plain:
