@@ -22,6 +22,7 @@ def main() -> None:
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import WeightRenaming
 
@@ -29,6 +30,9 @@ def main() -> None:
     request = json.load(sys.stdin)
     with load_quantizable_moe():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    if not torch.accelerator.is_available():
+        # AWQ pins what it keeps to memory for transfers to a GPU, which torch refuses where there is none.
+        IntermediatesCache.pin_memory = lambda *given, **options: None
     uses_awq = request.get("method") == "awq"
     weights = {"num_bits": 4, "type": "int", "symmetric": not uses_awq, "strategy": "group"}
     codes = {

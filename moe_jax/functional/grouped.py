@@ -201,7 +201,7 @@ def row_by_row(
     width: int,
     product_of: Callable[[Array], Callable[[Float[Array, "1 k"]], Float[Array, "1 n"]]],
 ) -> Float[Array, "M n"]:
-    """Does what `looped_product` does without making kernels, for few rows: each is multiplied by itself.
+    """Does what `looped_product` does without making kernels, for few rows: each is multiplied by itself; float32.
 
     Args:
       lhs, group_sizes, width: see there.
@@ -213,10 +213,10 @@ def row_by_row(
     def multiply(row: Array, out: Array) -> Array:
         one = lax.dynamic_slice_in_dim(lhs, row, 1, 0)
         product = product_of(groups[row].astype(jnp.int32))(one)
-        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), row, 0)
+        return lax.dynamic_update_slice_in_dim(out, product, row, 0)
 
     rows = jnp.minimum(ends[-1], lhs.shape[0]).astype(jnp.int32)
-    return lax.fori_loop(jnp.zeros((), jnp.int32), rows, multiply, jnp.zeros((lhs.shape[0], width), lhs.dtype))
+    return lax.fori_loop(jnp.zeros((), jnp.int32), rows, multiply, jnp.zeros((lhs.shape[0], width), jnp.float32))
 
 
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:

@@ -254,20 +254,22 @@ def _product_of_few(given: Operands, *, tiles: Tiles) -> Array:
     lhs, base, trained, fixed, group_sizes = given
 
     def product_of(e: Array) -> Callable[[Array], Array]:
-        (arrays, of_all), at = of_this_turn((trained | fixed, base), e)
+        arrays, at = of_this_turn(trained | fixed, e)
 
         def product(rows: Array) -> Array:
             own = tiles.product_of_few(rows, arrays, at)
             assert own is not None
-            return own if of_all is None else own + linear(rows.astype(jnp.float32), of_all)
+            return own
 
         return product
 
     if group_sizes.shape[0] > 1:
-        return row_by_row(lhs, group_sizes, tiles.shape[1], product_of)
-    # A loop would take longer than what is in it.
-    only = product_of(jnp.zeros((), jnp.int32))(lhs).astype(lhs.dtype)
-    return zero_rows_beyond(only, group_sizes[0])
+        products = row_by_row(lhs, group_sizes, tiles.shape[1], product_of)
+    else:  # A loop would take longer than what is in it.
+        products = product_of(jnp.zeros((), jnp.int32))(lhs)
+    if base is not None:
+        products = products + linear(lhs.astype(jnp.float32), base)
+    return zero_rows_beyond(products.astype(lhs.dtype), jnp.sum(group_sizes))
 
 
 def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:
