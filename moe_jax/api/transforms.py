@@ -368,7 +368,7 @@ def _calibrate(model: ModelOrPath, source: ModelSource, spec: ExportSpec) -> Cal
             spec.calibrate,
             seq_len=length,
             samples=spec.samples,
-            seed=0,
+            seed=spec.calibration_seed or 0,
             place=None if folder is None else folder.joinpath,
             progress=progress,
         )

@@ -60,6 +60,7 @@ GROUPS = {
         "save_imatrix",
         "samples",
         "seq_len",
+        "calibration_seed",
         "dtype",
         "expert_layout",
         "dense_layers",

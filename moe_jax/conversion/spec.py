@@ -141,6 +141,8 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     """With `calibrate`: windows, rows and texts that are drawn of all sources together, as `compress` draws them."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
     """With `calibrate`: tokens of a window."""
+    calibration_seed: Annotated[int | None, Shown("N", "0")] = None
+    """With `calibrate`: seed of the draw, and of what the model itself writes."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
 
@@ -184,7 +186,8 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             parse_bytes(self.max_shard_size, flag="--max-shard-size")
 
     def _check_calibration(self) -> None:
-        of_text = [flag_of(name) for name in ("samples", "seq_len", "save_imatrix") if getattr(self, name) is not None]
+        names = ("samples", "seq_len", "calibration_seed", "save_imatrix")
+        of_text = [flag_of(name) for name in names if getattr(self, name) is not None]
         if self.calibrate is None:
             if of_text:
                 raise InputError(f"{', '.join(of_text)}: only with --calibrate")
@@ -195,6 +198,8 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             raise InputError("--calibrate and --imatrix both say how much inputs count; give one of them")
         if self.samples is not None and self.samples < 1:
             raise InputError(f"--samples {self.samples} must be at least 1")
+        if self.calibration_seed is not None and self.calibration_seed < 0:
+            raise InputError(f"--calibration-seed {self.calibration_seed} must not be negative")
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
 

@@ -125,6 +125,7 @@ def export(
             "calibrate": describe_sources(weighted_sources(spec.calibrate)),
             "samples": spec.samples,
             "seq_len": spec.seq_len,
+            "calibration_seed": spec.calibration_seed,
         }
     read = [source, *files_of(weighted_sources(spec.calibrate))]
     lineage = [*source.lineage, new_lineage_entry("export", options, read)]

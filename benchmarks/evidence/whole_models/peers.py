@@ -64,8 +64,8 @@ def _importance(task: Task, draw: int) -> dict[str, np.ndarray]:
         beside.unlink(missing_ok=True)
         task.command(
             *("export", task.model, beside, "--format", "gguf", "--gguf-type", _QUIET),
-            *("--calibrate", task.text(draw), "--samples", sizes.samples, "--seq-len", sizes.seq_len),
-            *("--save-imatrix", file),
+            *("--calibrate", task.text, "--samples", sizes.samples, "--seq-len", sizes.seq_len),
+            *("--calibration-seed", draw, "--save-imatrix", file),
         )
         beside.unlink()
     shapes = {tensor.name: tuple(map(int, tensor.shape[::-1])) for tensor in GGUFReader(task.gguf).tensors}

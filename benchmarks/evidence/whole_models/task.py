@@ -74,18 +74,17 @@ class Task:
     def sizes(self) -> Sizes:
         return LARGE if self.weights >= _LARGE_FROM else SMALL
 
-    def text(self, draw: int = 0) -> Path:
-        """The text to calibrate with; further draws begin it elsewhere, for commands that know no seed."""
-        file = self.work / f"{CALIBRATION}-{draw}.txt"
+    @property
+    def text(self) -> Path:
+        """The text to calibrate with."""
+        file = self.work / f"{CALIBRATION}-0.txt"
         if not file.exists():
-            whole = read_text(CALIBRATION, self.data).train
-            cut = len(whole) * draw // len(DRAWS)
-            write_whole(file, whole[cut:] + whole[:cut])
+            write_whole(file, read_text(CALIBRATION, self.data).train)
         return file
 
     def calibrated(self, draw: int, text: str | Path | None = None) -> list[object]:
         """Options of `compress` that calibrate with a draw of windows."""
-        given = self.text() if text is None else text
+        given = self.text if text is None else text
         name = given.name if isinstance(given, Path) else given
         folder = self.work / f"calibration-{Path(name).stem}-{draw}"
         sizes = ["--samples", self.sizes.samples, "--seq-len", self.sizes.seq_len]
@@ -105,7 +104,7 @@ class Task:
 
     def calibration_windows(self, draw: int) -> np.ndarray:
         """Int32[samples, seq_len]: the windows that `compress` draws of the text."""
-        ids = moe_jax.load(self.model).tokenizer.encode(self.text().read_text("utf-8"))
+        ids = moe_jax.load(self.model).tokenizer.encode(self.text.read_text("utf-8"))
         return sample_windows(ids, seq_len=self.sizes.seq_len, samples=self.sizes.samples, seed=draw)
 
     @cached_property

@@ -197,7 +197,8 @@ def _write(
     header = header_of(plan.description.name, plan.metadata, plan.tensors)
     require_space(dst, total + len(header))
     options = {name: getattr(spec, name) for name in ("gguf_type", "dense_layers", "allow_nonfinite")}
-    options |= {"samples": spec.samples, "seq_len": spec.seq_len, "saves": spec.save_imatrix is not None}
+    options |= {name: getattr(spec, name) for name in ("samples", "seq_len", "calibration_seed")}
+    options |= {"saves": spec.save_imatrix is not None}
     if spec.calibrate is not None:
         options |= {"calibrate": describe_sources(weighted_sources(spec.calibrate))}
     if spec.imatrix is not None:

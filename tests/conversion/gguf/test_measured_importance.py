@@ -275,6 +275,15 @@ def test_a_job_with_other_samples_begins_anew(checkpoints, text, tmp_path, monke
     assert out.read_bytes() == (tmp_path / "other" / "m.gguf").read_bytes()
 
 
+def test_another_seed_draws_other_windows(checkpoints, text, tmp_path):
+    written = []
+    for number, words in enumerate([(), ("--calibration-seed", 0), ("--calibration-seed", 1)]):
+        out = tmp_path / str(number) / "m.gguf"
+        assert calibrated(checkpoints["llama"][0], out, text, "--samples", 3, *words) == 0
+        written.append(out.read_bytes())
+    assert written[0] == written[1] != written[2]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -286,6 +295,7 @@ def test_a_job_with_other_samples_begins_anew(checkpoints, text, tmp_path, monke
         ({"format": "gptq", "gguf_type": None, "save_imatrix": "{new}"}, "only with --format gguf"),
         ({"imatrix": "{text}"}, "give one of them"),
         ({"samples": 0}, "at least 1"),
+        ({"calibration_seed": -1}, "must not be negative"),
         ({"samples": 9999}, "ask for at most"),
     ],
 )
