@@ -219,6 +219,13 @@ SECTIONS = (
         evidence.whole_models.report.report,
     ),
     _program(
+        "decoding",
+        "python benchmarks/decoding.py --model MODEL --passes 1",
+        ("moe_jax/generation", "moe_jax/functional", "moe_jax/experts", "moe_jax/nn"),
+        layouts.DECODING_SPEED,
+        layouts.DECODING_MEMORY,
+    ),
+    _program(
         "plan_train",
         "python benchmarks/plan_train.py MODEL --tower TOWER",
         (*_TRAINING, "moe_jax/peft", "moe_jax/planning/planned_training.py", "moe_jax/core/data_sheets.py"),
