@@ -42,6 +42,7 @@ import moe_jax
 from evidence.layouts import DECODING_MEMORY, DECODING_SPEED
 from evidence.other_decoders import LlamaCpp, Transformers
 from evidence.results import RESULTS, Figures
+from evidence.stamp import current_stamp
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.generation.continued_rows import Asked
@@ -168,15 +169,18 @@ def kinds(quick: bool) -> tuple[str, ...]:
 
 
 def passed(work: Path, options: argparse.Namespace) -> dict[str, Measured]:
-    """Does the passes that WORK does not have yet; returns the fastest of each kind."""
-    file, found = work / ("quick.json" if options.quick else "measured.json"), {}
-    kept = json.loads(file.read_text()) if file.exists() else {}
+    """Does the passes that WORK does not have yet of this commit; returns the fastest of each kind."""
+    # Of this code and these options alone.
+    key = f"{current_stamp().commit}, {options.tokens} tokens, {'quick' if options.quick else 'whole'}"
+    file, found = work / "measured.json", {}
+    kept_of_all = json.loads(file.read_text()) if file.exists() else {}
+    kept = kept_of_all.setdefault(key, {})
     for number in map(str, range(options.passes)):
         for name in kinds(options.quick):
             of_pass = kept.setdefault(number, {})
             if name not in of_pass:
                 of_pass[name] = in_own_process(made(name, options.model, work), name, options)._asdict()
-                file.write_text(json.dumps(kept, indent=1))
+                file.write_text(json.dumps(kept_of_all, indent=1))
             one = Measured(**of_pass[name])
             found[name] = found[name].fastest(one) if name in found else one
     return found

@@ -37,7 +37,7 @@ from moe_jax.compression.options.of_whole_experts import (
 )
 from moe_jax.core.errors import InputError, check_member, check_positive, flag_of, is_finite, nearest, shown
 from moe_jax.core.formatting import parse_bytes
-from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
+from moe_jax.core.verb_spec import Option, Shown, TakesCalibrationSeed, name_of
 from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources, describe_sources, weighted_sources
 from moe_jax.data.sections import check_seq_len
 
@@ -179,7 +179,7 @@ MethodOption = str | int | float | bool | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompressSpec(Spec):
+class CompressSpec(TakesCalibrationSeed):
     """The options of `compress`. Those of its method may also be given beside them, by their names.
 
         >>> spec = moe_jax.CompressSpec(method="up", options={"keep": 0.25}, layers="top:1")
@@ -224,8 +224,6 @@ class CompressSpec(Spec):
     """With `calibrate`: a file that keeps how large the inputs of experts were, for `imatrix`; must not exist."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows of a text, rows of a file, and texts of the model, of all sources together."""
-    calibration_seed: Annotated[int | None, Shown("N", "0")] = None
-    """With `calibrate`: seed of the draw, and of what the model itself writes."""
     gradients: bool = False
     """With `calibrate`: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
     them; otherwise all alike. The pass over the text then also runs backwards."""
@@ -277,8 +275,7 @@ class CompressSpec(Spec):
             )
         if self.rotate and (self.imatrix is not None or self.save_imatrix is not None):
             raise InputError("an imatrix does not go with --rotate: it knows the inputs as they are without it")
-        if self.calibration_seed is not None and self.calibration_seed < 0:
-            raise InputError(f"calibration_seed={self.calibration_seed} must not be negative")
+        self.check_calibration_seed()
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
 

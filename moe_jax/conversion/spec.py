@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes
-from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
+from moe_jax.core.verb_spec import Shown, TakesCalibrationSeed, TakesMovedBase, TakesNonfinite
 from moe_jax.data.calibration_texts.weighted_sources import CalibrationSources
 from moe_jax.data.sections import check_seq_len
 from moe_jax.files.storage_path import as_path
@@ -68,7 +68,7 @@ class ConvertSpec(TakesNonfinite):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportSpec(TakesMovedBase, TakesNonfinite):
+class ExportSpec(TakesMovedBase, TakesNonfinite, TakesCalibrationSeed):
     """The options of `export`.
 
         >>> moe_jax.ExportSpec(format="peft", bits=4)
@@ -141,8 +141,6 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     """With `calibrate`: windows, rows and texts that are drawn of all sources together, as `compress` draws them."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
     """With `calibrate`: tokens of a window."""
-    calibration_seed: Annotated[int | None, Shown("N", "0")] = None
-    """With `calibrate`: seed of the draw, and of what the model itself writes."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
 
@@ -198,8 +196,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             raise InputError("--calibrate and --imatrix both say how much inputs count; give one of them")
         if self.samples is not None and self.samples < 1:
             raise InputError(f"--samples {self.samples} must be at least 1")
-        if self.calibration_seed is not None and self.calibration_seed < 0:
-            raise InputError(f"--calibration-seed {self.calibration_seed} must not be negative")
+        self.check_calibration_seed()
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
 

@@ -120,6 +120,19 @@ class TakesNonfinite(Spec):
     """Goes on where weights are NaN or infinite, instead of refusing."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakesCalibrationSeed(Spec):
+    """Options of a verb that draws of what it calibrates with."""
+
+    calibration_seed: Annotated[int | None, Shown("N", "0")] = None
+    """With `calibrate`: seed of the draw, and of what the model itself writes."""
+
+    def check_calibration_seed(self) -> None:
+        """Raises `InputError` for a negative one."""
+        if self.calibration_seed is not None and self.calibration_seed < 0:
+            raise InputError(f"--calibration-seed {self.calibration_seed} must not be negative")
+
+
 def field_texts(cls: type) -> dict[str, str]:
     """The docstrings under the fields of a dataclass and its bases, by field."""
     texts: dict[str, str] = {}

@@ -199,21 +199,22 @@ def row_by_row(
     lhs: Float[Array, "M k"],
     group_sizes: Int[Array, " E"],
     width: int,
-    product_of: Callable[[Array], Callable[[Float[Array, "1 k"]], Float[Array, "1 n"]]],
+    product: Callable[[Float[Array, "1 k"], Int[Array, ""]], Float[Array, "1 n"]],
 ) -> Float[Array, "M n"]:
     """Does what `looped_product` does without making kernels, for few rows: each is multiplied by itself; float32.
 
     Args:
-      lhs, group_sizes, width: see there.
-      product_of: given a group, returns a function of one row to its product with the group's kernel.
+      lhs, group_sizes, width: see there. Rows beyond their sum give anything.
+      product: of a row with the kernel of a group.
     """
+    if group_sizes.shape[0] == 1:  # a loop would take longer than what is in it
+        return jnp.concatenate([product(row, jnp.zeros((), jnp.int32)) for row in jnp.split(lhs, lhs.shape[0])])
     ends = jnp.cumsum(group_sizes)
     groups = jnp.searchsorted(ends, jnp.arange(lhs.shape[0], dtype=ends.dtype), side="right", method="compare_all")
 
     def multiply(row: Array, out: Array) -> Array:
-        one = lax.dynamic_slice_in_dim(lhs, row, 1, 0)
-        product = product_of(groups[row].astype(jnp.int32))(one)
-        return lax.dynamic_update_slice_in_dim(out, product, row, 0)
+        own = product(lax.dynamic_slice_in_dim(lhs, row, 1, 0), groups[row].astype(jnp.int32))
+        return lax.dynamic_update_slice_in_dim(out, own, row, 0)
 
     rows = jnp.minimum(ends[-1], lhs.shape[0]).astype(jnp.int32)
     return lax.fori_loop(jnp.zeros((), jnp.int32), rows, multiply, jnp.zeros((lhs.shape[0], width), jnp.float32))

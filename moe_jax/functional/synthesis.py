@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.dense import linear
+from moe_jax.functional.few_rows.bfloat16_kernels import sums_in_float32
 from moe_jax.functional.grouped import (
     longest_tile,
     looped_product,
@@ -58,8 +58,9 @@ BLOCK_ENTRIES = 1 << 26
 # would be made again for every 128 rows.
 FEW_ROWS = 128
 
-# On a CPU, most rows in all for which no kernel is made where that can be done without (`Tiles.product_of_few`).
-FEW_ROWS_ON_CPU = 16
+# On a CPU, most rows in all for which no kernel is made where that can be done without (`Tiles.product_of_row`): with
+# more it is faster to make a kernel once. Of several experts that is later, as each has a part of the rows (measured).
+FEW_ROWS_ON_CPU, FEW_ROWS_OF_ONE_EXPERT = 16, 4
 
 
 class InTriton(NamedTuple):
@@ -102,15 +103,15 @@ class Tiles(abc.ABC):
           start, width: which columns.
         """
 
-    def product_of_few(
-        self, rows: Float[Array, "m i"], arrays: Stacked, expert: Int[Array, ""]
-    ) -> Float[Array, "m o"] | None:
-        """Returns the product of few rows with what is added to the base, or else the kernel; float32.
+    def product_of_row(
+        self, row: Float[Array, "1 i"], arrays: Stacked, expert: Int[Array, ""]
+    ) -> Float[Array, "1 o"] | None:
+        """Returns the product of a row with what is added to the base, or else the kernel; float32.
 
         No kernel is made for it, as on a CPU it would be written to memory and read again. None: there is no such way.
 
         Args:
-          rows: of one expert.
+          row: of one expert.
           arrays: of all experts, by name.
           expert: which it is.
         """
@@ -222,9 +223,10 @@ def _say_why_not_fused(reason: str) -> None:
 
 
 def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
-    if given.lhs.shape[0] > FEW_ROWS_ON_CPU or not _multiplies_few(tiles, given):
+    most = FEW_ROWS_ON_CPU if given.group_sizes.shape[0] > 1 else FEW_ROWS_OF_ONE_EXPERT
+    if given.lhs.shape[0] > most or not _multiplies_rows(tiles, given):
         return _looped_tiles(given, tiles=tiles)
-    ways = {"cpu": partial(_product_of_few, tiles=tiles), "default": partial(_looped_tiles, tiles=tiles)}
+    ways = {"cpu": partial(_product_row_by_row, tiles=tiles), "default": partial(_looped_tiles, tiles=tiles)}
     return lax.platform_dependent(given, **ways)
 
 
@@ -244,31 +246,24 @@ def _looped_tiles(given: Operands, *, tiles: Tiles) -> Array:
     return looped_product(lhs, group_sizes, tiles.shape[1], kernel_of)
 
 
-def _multiplies_few(tiles: Tiles, given: Operands) -> bool:
-    rows = jax.ShapeDtypeStruct((1, given.lhs.shape[1]), given.lhs.dtype)
+def _multiplies_rows(tiles: Tiles, given: Operands) -> bool:
+    row = jax.ShapeDtypeStruct((1, given.lhs.shape[1]), given.lhs.dtype)
     expert = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.eval_shape(tiles.product_of_few, rows, given.trained | given.fixed, expert) is not None
+    return jax.eval_shape(tiles.product_of_row, row, given.trained | given.fixed, expert) is not None
 
 
-def _product_of_few(given: Operands, *, tiles: Tiles) -> Array:
+def _product_row_by_row(given: Operands, *, tiles: Tiles) -> Array:
     lhs, base, trained, fixed, group_sizes = given
 
-    def product_of(e: Array) -> Callable[[Array], Array]:
+    def product(row: Array, e: Array) -> Array:
         arrays, at = of_this_turn(trained | fixed, e)
+        own = tiles.product_of_row(row, arrays, at)
+        assert own is not None
+        return own
 
-        def product(rows: Array) -> Array:
-            own = tiles.product_of_few(rows, arrays, at)
-            assert own is not None
-            return own
-
-        return product
-
-    if group_sizes.shape[0] > 1:
-        products = row_by_row(lhs, group_sizes, tiles.shape[1], product_of)
-    else:  # A loop would take longer than what is in it.
-        products = product_of(jnp.zeros((), jnp.int32))(lhs)
+    products = row_by_row(lhs, group_sizes, tiles.shape[1], product)
     if base is not None:
-        products = products + linear(lhs.astype(jnp.float32), base)
+        products = products + sums_in_float32(lhs, base)
     return zero_rows_beyond(products.astype(lhs.dtype), jnp.sum(group_sizes))
 
 

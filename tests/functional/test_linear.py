@@ -51,12 +51,14 @@ def test_of_float32_is_rounded_to_16_bits_at_most():
 def test_few_rows_times_a_kernel_in_bfloat16(rows, dtype):
     """Rounded as often as any product is: of float32 no more than the sum of as many terms."""
     x, kernel = (1e3 * normal(0, rows, 48)).astype(dtype), normal(1, 48, 20).astype(jnp.bfloat16)
-    got = jax.jit(linear)(x, kernel)
+    got, sums = jax.jit(lambda *given: (linear(*given), bfloat16_kernels.sums_in_float32(*given)))(x, kernel)
     wide, weights = (np.asarray(array, np.float64) for array in (x, kernel))
     # Sums of float32 may be rounded in any order; what is narrower is rounded once more.
-    allowed = 48 * 2.0**-23 + (0 if dtype == jnp.float32 else float(jnp.finfo(dtype).eps))
-    assert got.dtype == dtype
-    assert np.all(np.abs(np.asarray(got, np.float64) - wide @ weights) <= allowed * (np.abs(wide) @ np.abs(weights)))
+    allowed = 48 * 2.0**-23 * (np.abs(wide) @ np.abs(weights))
+    rounded = 0 if dtype == jnp.float32 else float(jnp.finfo(dtype).eps) * (np.abs(wide) @ np.abs(weights))
+    assert (got.dtype, sums.dtype) == (dtype, jnp.float32)
+    assert np.all(np.abs(np.asarray(sums, np.float64) - wide @ weights) <= allowed)
+    assert np.all(np.abs(np.asarray(got, np.float64) - wide @ weights) <= allowed + rounded)
 
 
 def test_few_rows_are_split_on_a_cpu_alone():

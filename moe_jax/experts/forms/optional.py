@@ -53,15 +53,15 @@ class MadeInTriton(abc.ABC):
         return None
 
 
-class MultipliesFew(abc.ABC):
-    """Optional: few rows are multiplied with what is stored, and no kernel is made; on a CPU."""
+class MultipliesRows(abc.ABC):
+    """Optional: a row is multiplied with what is stored, and no kernel is made; of few rows on a CPU."""
 
     @abc.abstractmethod
-    def product_of_few(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
+    def product_of_row(self, row: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
         """The product with what is added to the base, or else with the kernel, float32; None: not with these options.
 
         Args:
-          rows: of one expert [m, in].
+          row: of one expert [1, in].
           arrays: of whole kernels, stacked over the experts.
           expert: which it is.
         """
@@ -91,10 +91,10 @@ class FormTiles(Tiles):
         window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, _own(arrays), window)
 
-    def product_of_few(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
-        if ORIGIN in arrays or not isinstance(self.form, MultipliesFew):
+    def product_of_row(self, row: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
+        if ORIGIN in arrays or not isinstance(self.form, MultipliesRows):
             return None
-        return self.form.product_of_few(rows, arrays, expert)
+        return self.form.product_of_row(row, arrays, expert)
 
     def fused(self) -> FusedTile | str:
         if isinstance(self.form, MadeInPallas):

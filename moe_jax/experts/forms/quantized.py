@@ -13,7 +13,7 @@ from moe_jax.core.code_options import BITS, TABLE_BITS
 from moe_jax.core.form_options import Design, QuantizedOptions
 from moe_jax.experts.devices import Platform
 from moe_jax.experts.forms.coding import Coder, Encodable, EncodedKernel, Layout, Residual, Wanted, WholeNumberCodes
-from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton, MultipliesFew
+from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton, MultipliesRows
 from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Rows, Split, Window
 from moe_jax.functional.codes import (
@@ -28,7 +28,7 @@ from moe_jax.functional.codes import (
     unpack,
     zeros_of,
 )
-from moe_jax.functional.few_rows.packed_codes import LEAST_BLOCK, product_with_codes, rows_of_blocks
+from moe_jax.functional.few_rows.packed_codes import product_with_codes, rows_of_block
 from moe_jax.functional.synthesis import InTriton
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.tiles import PackedTile, why_not_packed
@@ -38,7 +38,7 @@ _OWN_BITS = ("gate_bits", "up_bits", "down_bits")
 
 @register("quantized")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, MultipliesFew, KernelForm):
+class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, MultipliesRows, KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
     Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
@@ -131,12 +131,12 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
             return numbers
         return numbers * repeat_over_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
 
-    def product_of_few(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
-        # In many small blocks, sums over them would be more than the kernel.
-        if self.own_bits or rows_of_blocks(rows.shape[1], self.group_size) < LEAST_BLOCK:
+    def product_of_row(self, row: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
+        if self.own_bits or rows_of_block(row.shape[1], self.group_size) is None:
             return None
-        wide = rows.astype(jnp.float32)
-        own = {name: lax.dynamic_index_in_dim(arrays[name], expert, keepdims=False) for name in {*arrays} - {"codes"}}
+        wide = row.astype(jnp.float32)
+        by_expert = ((name, array) for name, array in arrays.items() if name != "codes")
+        own = {name: lax.dynamic_index_in_dim(array, expert, keepdims=False) for name, array in by_expert}
         if self.row_scales:
             wide = wide * own["row_scales"].astype(jnp.float32).T
         zeros = zeros_of(own["zeros"], self.bits) if self.zero_points else None

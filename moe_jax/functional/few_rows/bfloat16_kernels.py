@@ -36,12 +36,21 @@ def _product_in_bfloat16(rows: Array, kernel: Array) -> Array:
         return small + middle + large
     if rows.dtype != kernel.dtype:
         return _cast_product(rows, kernel)
-    stacked = jnp.concatenate([rows, rows]) if rows.shape[0] == 1 else rows
-    return _sums_in_float32(stacked, kernel)[: rows.shape[0]].astype(rows.dtype)
+    return _sums_in_float32(rows, kernel).astype(rows.dtype)
+
+
+def sums_in_float32(rows: Float[Array, "M i"], kernel: Float[Array, "i o"]) -> Float[Array, "M o"]:
+    """Returns `rows W` in float32 for few rows on a CPU, of any dtypes; rows in bfloat16 need no terms."""
+    if rows.dtype == kernel.dtype == jnp.bfloat16:
+        return _sums_in_float32(rows, kernel)
+    wide = rows.astype(jnp.float32)
+    return product_of_few_rows(wide, kernel) if kernel.dtype == jnp.bfloat16 else _cast_product(wide, kernel)
 
 
 def _sums_in_float32(rows: Array, kernel: Array) -> Array:
-    return jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    stacked = jnp.concatenate([rows, rows]) if rows.shape[0] == 1 else rows
+    contract = (((1,), (0,)), ((), ()))
+    return jax.lax.dot_general(stacked, kernel, contract, preferred_element_type=jnp.float32)[: rows.shape[0]]
 
 
 def _few_rows_forward(rows: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
