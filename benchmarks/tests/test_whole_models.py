@@ -1,6 +1,8 @@
 """The comparison of whole models, but for the models that it compares: sizes, scores, plan and report."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ from scipy import stats
 import moe_jax
 from evidence import commands
 from evidence.stamp import Stamp
-from evidence.whole_models import study
+from evidence.studies.probes import TASKS
+from evidence.whole_models import scores, study
 from evidence.whole_models.entries import ENTRIES, OURS, PEERS, WHOLE, size_of
 from evidence.whole_models.report import LOSES, UNDECIDED, WINS, tables, write_report
 from evidence.whole_models.scores import _figures
@@ -64,7 +67,7 @@ def test_losses_and_divergences_are_those_of_a_reference():
     np.testing.assert_allclose(kl, (np.exp(p) * (p - q)).sum(-1).mean(1), rtol=1e-3, atol=1e-5)
 
 
-def _asked(monkeypatch, results, tmp_path, *, refused=(), **options):
+def _asked(monkeypatch, results, tmp_path, *, refused=(), fingerprint="f", **options):
     """What is done of a model, in order, as labels and draws."""
     done = []
 
@@ -73,9 +76,12 @@ def _asked(monkeypatch, results, tmp_path, *, refused=(), **options):
         done.append((label, draw))
         if label in refused:
             return {REFUSED: "no such thing"}
-        return {"bytes": 1, "bits_per_weight": 1.0, "losses": dict.fromkeys(TEXTS, 1.0), "kl": dict.fromkeys(TEXTS, 0)}
+        about = {"fingerprint": task.fingerprint} if entry is None else {}
+        both = {"losses": dict.fromkeys(TEXTS, 1.0), "kl": dict.fromkeys(TEXTS, 0)}
+        return {"bytes": 1, "bits_per_weight": 1.0} | both | about
 
     monkeypatch.setattr(study, "measured", measured)
+    monkeypatch.setattr(Task, "fingerprint", fingerprint)
     task = Task("a", tmp_path, tmp_path, tmp_path)
     asked = {"only": None, "draws": len(DRAWS), "until": FOREVER} | options
     return done, do_entries([task], results, **asked)
@@ -111,6 +117,28 @@ def test_it_stops_in_time_and_does_what_is_named(monkeypatch, results, tmp_path)
     assert _asked(monkeypatch, results, tmp_path, only=[name]) == ([(WHOLE, 0), (name, 0)], True)
 
 
+def test_results_of_another_model_are_not_gone_on_with(monkeypatch, results, tmp_path):
+    _asked(monkeypatch, results, tmp_path, only=[])
+    with pytest.raises(SystemExit, match="of another model"):
+        _asked(monkeypatch, results, tmp_path, fingerprint="g")
+
+
+def test_prompts_are_stretches_of_windows_each_once(monkeypatch, tmp_path):
+    windows = {name: np.arange(2 * 256).reshape(2, 256) + 1000 * number for number, name in enumerate(TEXTS)}
+    asked = []
+
+    def generate(model, prompts, *, max_new_tokens):
+        asked.extend(map(tuple, prompts))
+        return [SimpleNamespace(ids=prompt) for prompt in prompts]
+
+    monkeypatch.setattr(scores, "_windows", lambda task: windows)
+    monkeypatch.setattr(moe_jax, "generate", generate)
+    monkeypatch.setattr(Task, "sizes", dataclasses.replace(SMALL, prompts=40))
+    found = scores._continued(Task("a", tmp_path, tmp_path, tmp_path), None)
+    assert len(set(asked)) == len(found) == 40 and {len(prompt) for prompt in asked} == {scores.PROMPT}
+    assert asked[0] == tuple(windows[TEXTS[0]][0, :32]) and asked[6] == tuple(windows[TEXTS[0]][0, 32:64])
+
+
 def test_a_refusal_has_a_reason_without_paths_and_a_signal_has_none(monkeypatch, tmp_path):
     task = Task("a", tmp_path / "model", tmp_path, tmp_path / "work")
     with pytest.raises(RefusedError) as refused:
@@ -126,7 +154,7 @@ def test_options_of_ours_go_together(monkeypatch, tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "text.txt").write_text("a text")
     monkeypatch.setattr(Task, "sizes", SMALL)
-    monkeypatch.setattr(Task, "text", lambda self: tmp_path / "text.txt")
+    monkeypatch.setattr(Task, "text", tmp_path / "text.txt")
     task = Task("a", tmp_path / "nowhere", tmp_path, tmp_path / "work")
     for entry in ENTRIES:
         if entry.whose == OURS:
@@ -151,6 +179,10 @@ def _scored(results, losses):
             }
             if draw == 0:
                 run |= {"window_losses": by_text, "same_until": [16, 32], "agreement": {"until_first": 0.75}}
+                run["window_kl"] = {name: [2 * loss for loss in own] for name, own in by_text.items()}
+                run["answers"] = (
+                    {"piqa": "1100", "arc_easy": "1111"} if label == WHOLE else dict.fromkeys(TASKS, "1000")
+                )
             results.put(MODELS, "a", label, str(draw), value=run)
     return results
 
@@ -171,7 +203,26 @@ def test_ours_are_held_against_a_peer_window_by_window(results, shift, said):
     low, high = stats.t.interval(0.95, 8, loc=shift, scale=np.std(ours - theirs, ddof=1) / 3)
     found = [float(number.strip("[],")) for number in cells[4].split()]
     np.testing.assert_allclose(found, [shift, low, high], atol=6e-5)
-    assert cells[5] == f"{shift:+.4f}, {shift + 0.25:+.4f}" and cells[-1] == said
+    assert cells[5] == f"{shift:+.4f}, {shift + 0.25:+.4f}" and cells[-2:] == [said, said]
+    assert float(cells[8].split()[0]) == pytest.approx(2 * shift, abs=6e-5)
+
+
+def test_an_entry_stands_beside_what_lacks_one_step(results):
+    step = next(entry for entry in ENTRIES if entry.without)
+    _scored(results, {step.label: [np.full(9, 1.5)], step.without: [np.full(9, 1.75)]})
+    cells = _cells(tables(results)["a, every step"], step.label)
+    assert cells[2] == step.without and cells[4].startswith("-0.2500") and cells[5].startswith("-0.5000")
+    labels = [entry.label for entry in ENTRIES]
+    assert all(entry.without in labels for entry in ENTRIES if entry.without)
+
+
+def test_answers_are_held_against_those_of_the_whole_model(results):
+    _scored(results, {PEERS[0].label: [np.ones(9)]})
+    table = tables(results)["a, questions"]
+    assert "piqa, % right of 4 [95 %]" in table
+    assert _cells(table, WHOLE)[2].startswith("50.0 [") and _cells(table, WHOLE)[-1] == ""
+    cells = _cells(table, f"{PEERS[0].whose}: {PEERS[0].label}")
+    assert cells[2].startswith("25.0 [") and cells[4].startswith("-50.0 [")
 
 
 @long

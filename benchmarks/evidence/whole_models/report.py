@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from evidence.studies.probes import TASKS
 from evidence.studies.verdicts import Effect, effect
 from evidence.tables import markdown
 from evidence.whole_models.entries import ENTRIES, OURS, PEERS, TRIES, WHOLE, Entry, size_of
@@ -17,8 +18,12 @@ WINS, LOSES, UNDECIDED = "wins", "loses", "cannot decide"
 _HEAD = ("", "MB", "bits per weight")
 _AGAINST = (
     *("against", "bits per weight", "ours", "bits per weight", "its loss less theirs, nats [95 %]", "by draw"),
-    *("KL, ours", "KL, theirs", "ours"),
+    *("KL, ours", "KL, theirs", "its KL less theirs, nats [95 %]", "ours, by loss", "by KL"),
 )
+_STEPS = ("with the step", "bits per weight", "without it", "bits per weight", "loss, with less without, nats [95 %]",
+          "KL, with less without, nats [95 %]")  # fmt: skip
+_ANSWERS = ("", "bits per weight", *(f"{task}, % right of {{0:,}} [95 %]" for task in TASKS),
+            "both, less the whole model, % [95 %]")  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -81,12 +86,18 @@ def report(results: WholeModelsFile) -> str:
 
 
 def tables(results: WholeModelsFile) -> dict[str, str]:
-    """Of every model: ours against each peer at its bytes, all entries by bytes, and what could not be made."""
+    """Of every model: ours against each peer at its bytes, what every step is worth, answers to questions, all entries
+    by bytes; and what could not be made."""
     found = {"models": _models(results)}
     for model in results.get(MODELS) or {}:
         every = list(points(results, model))
         if rows := list(_against(every)):
             found[f"{model}, against"] = markdown(_AGAINST, rows)
+        if rows := list(_by_step(every)):
+            found[f"{model}, every step"] = markdown(_STEPS, rows)
+        if rows := list(_answered(every, _whole(results, model))):
+            head = (title.format(len(next(iter(_whole(results, model)["answers"].values())))) for title in _ANSWERS)
+            found[f"{model}, questions"] = markdown(tuple(head), rows)
         found[model] = _entries(every, _whole(results, model))
     refused = [
         [model, label, runs["0"][REFUSED]]
@@ -133,13 +144,11 @@ def _entries(every: Sequence[Point], whole: dict[str, Any]) -> str:
                     rows)  # fmt: skip
 
 
-def added(run: dict[str, Any], other: dict[str, Any], texts: Sequence[str] = TEXTS) -> list[float]:
-    """What a run loses more than another, window by window."""
-    return [
-        one - before
-        for text in texts
-        for one, before in zip(run["window_losses"][text], other["window_losses"][text], strict=True)
-    ]
+def added(
+    run: dict[str, Any], other: dict[str, Any], texts: Sequence[str] = TEXTS, *, key: str = "window_losses"
+) -> list[float]:
+    """What a run loses more than another, or what else lies at a key, window by window."""
+    return [one - before for text in texts for one, before in zip(run[key][text], other[key][text], strict=True)]
 
 
 def _spread(point: Point) -> str:
@@ -150,9 +159,7 @@ def _spread(point: Point) -> str:
 
 
 def _greedy(run: dict[str, Any]) -> str:
-    found = effect([100 * same / NEW_TOKENS for same in run["same_until"]])
-    assert found is not None
-    return f"{found.mean:.1f} [{found.low:.1f}, {found.high:.1f}]"
+    return _percent([100 * same / NEW_TOKENS for same in run["same_until"]])
 
 
 def _against(every: Sequence[Point]) -> Iterator[list[str]]:
@@ -176,12 +183,62 @@ def _against(every: Sequence[Point]) -> Iterator[list[str]]:
             yield [
                 f"{peer.whose}: {peer.label}",
                 *(f"{theirs.bits:.3f}", f"allocate{tried}", f"{ours.bits:.3f}", str(found), by_draw),
-                *(f"{ours.kl:.4f}", f"{theirs.kl:.4f}", verdict(found)),
+                *(f"{ours.kl:.4f}", f"{theirs.kl:.4f}"),
+                *(str(diverges := more_divergence(ours, theirs)), verdict(found), verdict(diverges)),
             ]
 
 
+def more_divergence(one: Point, other: Point) -> Effect:
+    """The divergence of one less that of another, window by window."""
+    found = effect(added(one.first, other.first, key="window_kl"))
+    assert found is not None
+    return found
+
+
+def _by_step(every: Sequence[Point]) -> Iterator[list[str]]:
+    """What has one step more beside what lacks it."""
+    by_label = {point.entry.label: point for point in every}
+    for point in every:
+        if without := by_label.get(point.entry.without or ""):
+            loss = effect(added(point.first, without.first))
+            yield [
+                *(point.entry.label, f"{point.bits:.3f}", without.entry.label, f"{without.bits:.3f}"),
+                *(str(loss), str(more_divergence(point, without))),
+            ]
+
+
+def _answered(every: Sequence[Point], whole: dict[str, Any]) -> Iterator[list[str]]:
+    """What answered questions, the whole model first."""
+    if "answers" not in whole:
+        return
+    runs = [(WHOLE, whole), *((f"{point.entry.whose}: {point.entry.label}", point.first) for point in every)]
+    for label, run in runs:
+        if "answers" in run:
+            right = {task: _right(run, task) for task in TASKS}
+            less = [
+                one - before for task in TASKS for one, before in zip(right[task], _right(whole, task), strict=True)
+            ]
+            yield [
+                *(label, f"{run['bits_per_weight']:.3f}"),
+                *(_percent(right[task]) for task in TASKS),
+                "" if label == WHOLE else _percent(less, sign="+"),
+            ]
+
+
+def _right(run: dict[str, Any], task: str) -> list[float]:
+    """Of every question 100 if the answer is right, else 0."""
+    return [100.0 * int(right) for right in run["answers"][task]]
+
+
+def _percent(values: Sequence[float], sign: str = "") -> str:
+    """A mean of percentages, and its interval."""
+    found = effect(values)
+    assert found is not None
+    return f"{found.mean:{sign}.1f} [{found.low:{sign}.1f}, {found.high:{sign}.1f}]"
+
+
 def verdict(found: Effect) -> str:
-    """Whether ours has the lower loss, by the interval of the difference."""
+    """Whether ours is lower, by the interval of the difference."""
     if found.high < 0:
         return WINS
     return LOSES if found.low > 0 else UNDECIDED

@@ -1,6 +1,7 @@
 """What a model says of texts that nothing was calibrated with, beside what it said before it was compressed."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from flax import nnx
 
 import moe_jax
-from evidence.studies.probes import agreement
+from evidence.studies.jobs import Place
+from evidence.studies.probes import agreement, answers
 from evidence.studies.texts import read_text
 from evidence.whole_models.small_models import TEXTS
 from evidence.whole_models.task import Task
@@ -20,18 +22,20 @@ _ROWS = 4
 _AFTER_THE_END = -1
 
 
-def scores(task: Task, path: Path, *, probes: bool = True) -> dict[str, Any]:
+def scores(task: Task, path: Path, *, probes: bool = True, asked: bool = False) -> dict[str, Any]:
     """Scores a model in any format, in float32.
 
     Args:
       task: the model that it was made of.
       path: of the model.
       probes: whether it goes on with prompts too.
+      asked: whether it answers questions too, if the sizes of the task say so.
 
     Returns:
       losses: of every text, nats per token. window_losses: of every window.
-      kl: of every text, KL(p || q) in nats per token, p being what the whole model predicts.
-      agreement, same_until: of greedy tokens, see `probes.probed`.
+      kl: of every text, KL(p || q) in nats per token, p being what the whole model predicts. window_kl: of every
+      window.
+      agreement, same_until: of greedy tokens, answers: of questions; see `probes.probed`.
     """
     model = moe_jax.load(path, dtype="float32")
     windows = _windows(task)
@@ -42,15 +46,19 @@ def scores(task: Task, path: Path, *, probes: bool = True) -> dict[str, Any]:
     nll, kl = np.concatenate(parts, axis=1).astype(np.float64)
     if not np.isfinite(nll).all():
         raise FloatingPointError(f"{path} has losses that are not finite")
-    found: dict[str, Any] = {"losses": {}, "window_losses": {}, "kl": {}}
+    found: dict[str, Any] = {"losses": {}, "window_losses": {}, "kl": {}, "window_kl": {}}
     for number, name in enumerate(windows):
         own = slice(number * task.sizes.windows, (number + 1) * task.sizes.windows)
         found["losses"][name] = float(nll[own].mean())
         found["window_losses"][name] = np.round(nll[own], 5).tolist()
         found["kl"][name] = float(kl[own].mean())
+        found["window_kl"][name] = np.round(kl[own], 6).tolist()
     if probes:
         found |= agreement(_continued(task, model), _continued_by_whole(task))
         del found["same_positions"]
+    if asked and task.sizes.questions:
+        place = Place(task.data, task.work)
+        found["answers"] = answers(place, model.decoder, model.tokenizer, task.sizes.questions)
     jax.clear_caches()
     return found
 
@@ -100,12 +108,12 @@ def _of_whole(task: Task) -> np.ndarray:
 
 
 def _continued(task: Task, model: moe_jax.Model) -> np.ndarray:
-    """Int[prompts, new tokens]: how a model goes on with the beginnings of windows, spread over all texts."""
+    """Int[prompts, new tokens]: how a model goes on with stretches of windows, their beginnings first."""
     windows = np.concatenate([*_windows(task).values()])
     chosen = np.linspace(0, len(windows) - 1, min(task.sizes.prompts, len(windows))).astype(int)
-    prompts = [windows[number][:PROMPT].tolist() for number in chosen]
-    more = task.sizes.prompts - len(prompts)  # other stretches of the same windows
-    prompts += [windows[number][PROMPT : 2 * PROMPT].tolist() for number in chosen[: max(more, 0)]]
+    stretches = (windows[number][start : start + PROMPT] for start in range(0, task.sizes.length, PROMPT)
+                 for number in chosen)  # fmt: skip
+    prompts = [stretch.tolist() for stretch in islice(stretches, task.sizes.prompts)]
     found = np.full((len(prompts), NEW_TOKENS), _AFTER_THE_END)
     for row, one in zip(found, moe_jax.generate(model, prompts, max_new_tokens=NEW_TOKENS), strict=True):
         row[: len(one.ids)] = one.ids

@@ -42,6 +42,8 @@ def do_entries(
     Returns:
       Whether nothing is left to do.
     """
+    for task in tasks:
+        _check_same_model(task, results)
     for draw in DRAWS[:draws]:
         for task in tasks:
             for entry in _open(task, results, only, draw):
@@ -52,6 +54,17 @@ def do_entries(
                 results.put(MODELS, task.name, label, str(draw), value=found)
                 print(f"{task.name}, {label}, draw {draw}: {_line(found)}", flush=True)
     return True
+
+
+def _check_same_model(task: Task, results: WholeModelsFile) -> None:
+    """Training a model again gives another one on another processor.
+
+    Raises:
+      SystemExit: if results of this name are of another model.
+    """
+    whole = results.get(MODELS, task.name, WHOLE, "0")
+    if whole is not None and whole.get("fingerprint") != task.fingerprint:
+        raise SystemExit(f"the results of {task.name} are of another model than {task.model}; take them out first")
 
 
 def _open(task: Task, results: WholeModelsFile, only: Sequence[str] | None, draw: int) -> Iterator[Entry | None]:
@@ -82,7 +95,8 @@ def measured(task: Task, entry: Entry | None, draw: int, results: WholeModelsFil
     """
     if entry is None:
         path, about = task.model, {"weights": task.weights, "experts": task.experts, "sizes": vars(task.sizes)}
-        return _sized(task, path) | about | scores(task, path)
+        about["fingerprint"] = task.fingerprint
+        return _sized(task, path) | about | scores(task, path, asked=True)
     target, start = task.work / ("entry.gguf" if entry.whose == LLAMA_CPP else "entry"), time.monotonic()
     _remove(target)
     room = _room(task, entry, results)
@@ -92,9 +106,9 @@ def measured(task: Task, entry: Entry | None, draw: int, results: WholeModelsFil
         return {REFUSED: str(error)}
     seconds = round(time.monotonic() - start, 1)
     found = _sized(task, target) | {"seconds": seconds, "note": note} | ({"room": room} if room else {})
-    found |= scores(task, target, probes=draw == 0)
+    found |= scores(task, target, probes=draw == 0, asked=draw == 0 and entry.asked)
     if draw:
-        del found["window_losses"]
+        del found["window_losses"], found["window_kl"]
     _remove(target)
     return found
 

@@ -15,7 +15,7 @@ from evidence.studies.texts import read_text
 from moe_jax.api.open_source import open_source
 from moe_jax.compression.calibration.recording import sample_windows
 
-CALIBRATION, BUILT_IN = "wiki", "built-in"
+CALIBRATION, BUILT_IN, SELF = "wiki", "built-in", "self"
 DRAWS = (0, 1, 2)
 
 
@@ -27,6 +27,7 @@ class Sizes:
     prompts: that are gone on with greedily, of all texts together.
     samples: windows to calibrate with.
     seq_len: tokens of each.
+    questions: of PIQA and of ARC-easy, each.
     """
 
     windows: int
@@ -34,10 +35,11 @@ class Sizes:
     prompts: int
     samples: int
     seq_len: int
+    questions: int
 
 
-SMALL = Sizes(windows=40, length=256, prompts=200, samples=32, seq_len=512)
-LARGE = Sizes(windows=12, length=256, prompts=24, samples=32, seq_len=256)
+SMALL = Sizes(windows=40, length=256, prompts=200, samples=32, seq_len=512, questions=0)
+LARGE = Sizes(windows=12, length=256, prompts=200, samples=32, seq_len=256, questions=1000)
 _LARGE_FROM = 50_000_000
 
 
@@ -60,6 +62,11 @@ class Task:
     llmc: Path | None = None
 
     @cached_property
+    def fingerprint(self) -> str:
+        """Of the model: what was measured of another one does not stand beside it."""
+        return open_source(self.model).fingerprint()
+
+    @cached_property
     def weights(self) -> int:
         """The number of parameters of the model."""
         return sum(math.prod(spec.shape) for spec in open_source(self.model).specs().values())
@@ -77,7 +84,7 @@ class Task:
     @property
     def text(self) -> Path:
         """The text to calibrate with."""
-        file = self.work / f"{CALIBRATION}-0.txt"
+        file = self.work / f"{CALIBRATION}.txt"
         if not file.exists():
             write_whole(file, read_text(CALIBRATION, self.data).train)
         return file
