@@ -17,7 +17,7 @@ from evidence import commands
 from evidence.stamp import Stamp
 from evidence.studies.probes import TASKS
 from evidence.whole_models import scores, study
-from evidence.whole_models.entries import ENTRIES, OURS, PEERS, WHOLE, size_of
+from evidence.whole_models.entries import BY_LABEL, ENTRIES, OURS, PEERS, WHOLE, size_of
 from evidence.whole_models.report import LOSES, UNDECIDED, WINS, tables, write_report
 from evidence.whole_models.scores import _figures
 from evidence.whole_models.small_models import TEXTS
@@ -209,9 +209,11 @@ def test_ours_are_held_against_a_peer_window_by_window(results, shift, said):
 
 def test_an_entry_stands_beside_what_lacks_one_step(results):
     step = next(entry for entry in ENTRIES if entry.without)
-    _scored(results, {step.label: [np.full(9, 1.5)], step.without: [np.full(9, 1.75)]})
+    _scored(results, {step.label: [np.full(9, 1.5), np.full(9, 1.25)], step.without: [np.full(9, 1.75)]})
     cells = _cells(tables(results)["a, every step"], step.label)
-    assert cells[2] == step.without and cells[4].startswith("-0.2500") and cells[5].startswith("-0.5000")
+    by_draw = "" if BY_LABEL[step.without].calibrated else "-0.2500, -0.5000"
+    assert cells[2] == step.without and cells[4].startswith("-0.2500") and cells[5] == by_draw
+    assert cells[6].startswith("-0.5000")
     labels = [entry.label for entry in ENTRIES]
     assert all(entry.without in labels for entry in ENTRIES if entry.without)
 

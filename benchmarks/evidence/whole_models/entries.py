@@ -134,7 +134,7 @@ ENTRIES = (
     _allocated(AWQ),
     *(_calibrated(bits) for bits in (UNIFORM, 2)),
     *(_rounded(bits) for bits in (UNIFORM, 4, 2)),
-    _allocated(f"{UNIFORM} bits, calibrated", without=f"{UNIFORM} bits, calibrated"),
+    *(_allocated(f"{bits} bits, calibrated", without=f"{bits} bits, calibrated") for bits in (UNIFORM, 4, 2)),
     _step("recovered", *_RECOVER),
     _allocated_step("recovered", *_RECOVER),
     _allocated_step(_TRIED, *_TRY),

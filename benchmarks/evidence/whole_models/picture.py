@@ -1,5 +1,6 @@
 """The comparison as a picture."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,9 @@ def draw(by_model: "Mapping[str, tuple[Sequence[Point], float]]", file: Path) ->
     for panel, (model, (points, before)) in zip(panels.flat, by_model.items(), strict=True):
         found: dict[str, list[tuple[float, float]]] = {}
         for point in points:
-            found.setdefault(_family(point), []).append((point.bits, sum(point.losses.values()) / len(point.runs)))
+            found.setdefault(_family(point), []).append(
+                (point.bits, statistics.fmean(point.by_draw("losses").values()))
+            )
         for family, places in found.items():
             bits, losses = zip(*sorted(places), strict=True)
             added = [loss - before for loss in losses]

@@ -21,7 +21,7 @@ _AGAINST = (
     *("KL, ours", "KL, theirs", "its KL less theirs, nats [95 %]", "ours, by loss", "by KL"),
 )
 _STEPS = ("with the step", "bits per weight", "without it", "bits per weight", "loss, with less without, nats [95 %]",
-          "KL, with less without, nats [95 %]")  # fmt: skip
+          "by draw", "KL, with less without, nats [95 %]", "by draw")  # fmt: skip
 _ANSWERS = ("", "bits per weight", *(f"{task}, % right of {{0:,}} [95 %]" for task in TASKS),
             "both, less the whole model, % [95 %]")  # fmt: skip
 
@@ -48,12 +48,11 @@ class Point(NamedTuple):
     @property
     def kl(self) -> float:
         """Mean of the texts and draws."""
-        return statistics.fmean(mean_of(run["kl"]) for run in self.runs.values())
+        return statistics.fmean(self.by_draw("kl").values())
 
-    @property
-    def losses(self) -> dict[str, float]:
-        """By draw, mean of the texts."""
-        return {draw: mean_of(run["losses"]) for draw, run in self.runs.items()}
+    def by_draw(self, key: str) -> dict[str, float]:
+        """`losses` or `kl`, mean of the texts."""
+        return {draw: mean_of(run[key]) for draw, run in self.runs.items()}
 
 
 def mean_of(by_text: Mapping[str, float]) -> float:
@@ -152,7 +151,7 @@ def added(
 
 
 def _spread(point: Point) -> str:
-    losses = list(point.losses.values())
+    losses = list(point.by_draw("losses").values())
     if len(losses) == 1:
         return f"{losses[0]:.4f}"
     return f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}"
@@ -174,18 +173,27 @@ def _against(every: Sequence[Point]) -> Iterator[list[str]]:
             assert ours.entry.whose == OURS
             found = effect(added(ours.first, theirs.first))
             assert found is not None
-            drawn = [
-                ours.losses[draw] - theirs.losses[draw if peer.calibrated else "0"]
-                for draw in ours.runs
-                if draw in theirs.runs or not peer.calibrated
-            ]
-            by_draw = ", ".join(f"{more:+.4f}" for more in drawn) if len(drawn) > 1 else ""
             yield [
                 f"{peer.whose}: {peer.label}",
-                *(f"{theirs.bits:.3f}", f"allocate{tried}", f"{ours.bits:.3f}", str(found), by_draw),
+                *(
+                    f"{theirs.bits:.3f}",
+                    f"allocate{tried}",
+                    f"{ours.bits:.3f}",
+                    str(found),
+                    _more_by_draw(ours, theirs, "losses"),
+                ),
                 *(f"{ours.kl:.4f}", f"{theirs.kl:.4f}"),
                 *(str(diverges := more_divergence(ours, theirs)), verdict(found), verdict(diverges)),
             ]
+
+
+def _more_by_draw(one: Point, other: Point, key: str) -> str:
+    """What one has more than another, draw by draw; nothing if there is but one. What is not calibrated has one draw
+    to stand beside all."""
+    these, those = one.by_draw(key), other.by_draw(key)
+    more = [value - those[draw if other.entry.calibrated else "0"] for draw, value in these.items()
+            if draw in those or not other.entry.calibrated]  # fmt: skip
+    return ", ".join(f"{value:+.4f}" for value in more) if len(more) > 1 else ""
 
 
 def more_divergence(one: Point, other: Point) -> Effect:
@@ -203,7 +211,8 @@ def _by_step(every: Sequence[Point]) -> Iterator[list[str]]:
             loss = effect(added(point.first, without.first))
             yield [
                 *(point.entry.label, f"{point.bits:.3f}", without.entry.label, f"{without.bits:.3f}"),
-                *(str(loss), str(more_divergence(point, without))),
+                *(str(loss), _more_by_draw(point, without, "losses")),
+                *(str(more_divergence(point, without)), _more_by_draw(point, without, "kl")),
             ]
 
 
