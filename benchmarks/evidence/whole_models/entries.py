@@ -37,6 +37,7 @@ class Entry:
       beside: the label of the entry whose bytes it has at most; None: its size is its own.
       without: the label of the entry that lacks one step of this one, if any.
       asked: whether it answers questions too.
+      only_step: whether it is there only to show what one step is worth.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Entry:
     beside: str | None = None
     without: str | None = None
     asked: bool = False
+    only_step: bool = False
 
 
 def compress(task: Task, target: Path, draw: int, room: int, *, options: tuple[object, ...], text: str | None) -> str:
@@ -78,24 +80,23 @@ def _calibrated_otherwise(bits: int, text: str, words: str) -> Entry:
 def _step(words: str, *options: object) -> Entry:
     """One option more than codes of `UNIFORM` bits have."""
     without = f"{UNIFORM} bits, calibrated"
-    return _ours(f"{without}, {words}", *_codes(UNIFORM), *options, without=without)
+    return _ours(f"{without}, {words}", *_codes(UNIFORM), *options, without=without, only_step=True)
 
 
 def _codes(bits: int) -> tuple[object, ...]:
     return "--method", "quantize", "--bits", bits
 
 
-def _allocated(beside: str, words: str = "", *options: object, without: str | None = None) -> Entry:
+def _allocated(beside: str, words: str = "", *options: object, **more: Any) -> Entry:
     label = f"allocate{words and ', '}{words}, bytes of {beside}"
-    return _ours(
-        label, "--method", "allocate", *options, beside=beside, without=without, asked=not words and beside in ASKED
-    )
+    asked = not words and beside in ASKED
+    return _ours(label, "--method", "allocate", *options, beside=beside, asked=asked, **more)
 
 
 def _allocated_step(words: str, *options: object) -> Entry:
     """One option more than `allocate` within the bytes of codes of `UNIFORM` bits."""
     beside = f"{UNIFORM} bits, calibrated"
-    return _allocated(beside, words, *options, without=f"allocate, bytes of {beside}")
+    return _allocated(beside, words, *options, without=f"allocate, bytes of {beside}", only_step=True)
 
 
 def _with_budget(bits: float) -> Entry:

@@ -72,7 +72,10 @@ def write_report(results: WholeModelsFile, out: Path) -> str:
     """Writes `whole_models.md` and `whole_models.png`; returns the Markdown."""
     text = report(results)
     (out / f"{NAME}.md").write_text(text)
-    by_model = {model: list(points(results, model)) for model in results.get(MODELS) or {}}
+    by_model = {
+        model: [point for point in points(results, model) if not point.entry.only_step]
+        for model in results.get(MODELS) or {}
+    }
     draw({model: (found, mean_of(_whole(results, model)["losses"])) for model, found in by_model.items() if found},
          out / f"{NAME}.png")  # fmt: skip
     return text
