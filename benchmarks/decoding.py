@@ -44,6 +44,7 @@ from evidence.other_decoders import LlamaCpp, Transformers
 from evidence.results import RESULTS, Figures
 from evidence.stamp import current_stamp
 from moe_jax.commands.environment import ask_for_huge_pages
+from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
 from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.generation.continued_rows import Asked
 from moe_jax.generation.engine import MOST_STEPS, Engine
@@ -147,6 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.one is not None:
         name, folder = options.one
+        return_memory_of_compiling()  # as commands do
         print(json.dumps(measured(KINDS[name], Path(folder), options.tokens, quick=options.quick)._asdict()))
         return
     figures = Figures("decoding", options.out, writes=True)
