@@ -140,6 +140,7 @@ ENTRIES = (
     _allocated_step("recovered", *_RECOVER),
     _allocated_step(_TRIED, *_TRY),
     _allocated_step("squared gradients", "--gradients"),
+    _step("embedding in 8 bits", "--embedding-bits", 8),
     _step("rotated", "--rotate"),
     _step("without feedback", "--no-feedback"),
     _step("row scales", "--row-scales"),
