@@ -1,7 +1,7 @@
 """Whole models at equal bytes: `compress --of model` beside llm-compressor's GPTQ and AWQ and llama.cpp's K-quants.
 
     python benchmarks/whole_models.py DATA --work WORK [--models NAME[=MODEL] ...] [--llmc PYTHON]
-        [--only ENTRY ...] [--draws 3] [--minutes N] [--out benchmarks/results]
+        [--only ENTRY ...] [--draws 3] [--questions 1000] [--minutes N] [--out benchmarks/results]
 
 DATA is the folder of texts that `claims.py` describes. MODEL is a model directory or a Hugging Face directory, dense or
 a Mixture-of-Experts; the small ones, stories260K-MoE and Llama-d256-MoE, are made in WORK, and so is all that is kept.
@@ -13,6 +13,7 @@ nothing was calibrated with. It can be stopped at any moment; the same command g
 """
 
 import argparse
+import dataclasses
 import os
 import shutil
 import time
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--llmc", type=Path, metavar="PYTHON", help="of the environment with llm-compressor")
     parser.add_argument("--only", nargs="+", choices=list(BY_LABEL), metavar="ENTRY", help="only these")
     parser.add_argument("--draws", type=int, default=len(DRAWS), help="of calibration windows (default %(default)s)")
+    parser.add_argument("--questions", type=int, default=0, help="of PIQA and ARC-easy, each (default: none are asked)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no entry after so many")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--report-only", action="store_true", help="run nothing, write the tables and the picture")
@@ -47,7 +49,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     results = WholeModelsFile(options.out, writes=True)
     if not options.report_only:
-        tasks = [task(name, options.data.resolve(), options.work.resolve(), options.llmc) for name in options.models]
+        data, work = options.data.resolve(), options.work.resolve()
+        tasks = [
+            dataclasses.replace(task(name, data, work, options.llmc), questions=options.questions)
+            for name in options.models
+        ]
         done = do_entries(tasks, results, only=options.only, draws=options.draws, until=until)
         print("nothing is left to do" if done else "stopped; the same command goes on")
     print(write_report(results, options.out))

@@ -29,7 +29,7 @@ def scores(task: Task, path: Path, *, probes: bool = True, asked: bool = False) 
       task: the model that it was made of.
       path: of the model.
       probes: whether it goes on with prompts too.
-      asked: whether it answers questions too, if the sizes of the task say so.
+      asked: whether it answers the questions of the task, too.
 
     Returns:
       losses: of every text, nats per token. window_losses: of every window.
@@ -56,9 +56,9 @@ def scores(task: Task, path: Path, *, probes: bool = True, asked: bool = False) 
     if probes:
         found |= agreement(_continued(task, model), _continued_by_whole(task))
         del found["same_positions"]
-    if asked and task.sizes.questions:
+    if asked and task.questions:
         place = Place(task.data, task.work)
-        found["answers"] = answers(place, model.decoder, model.tokenizer, task.sizes.questions)
+        found["answers"] = answers(place, model.decoder, model.tokenizer, task.questions)
     jax.clear_caches()
     return found
 

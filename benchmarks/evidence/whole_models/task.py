@@ -27,7 +27,6 @@ class Sizes:
     prompts: that are gone on with greedily, of all texts together.
     samples: windows to calibrate with.
     seq_len: tokens of each.
-    questions: of PIQA and of ARC-easy, each.
     """
 
     windows: int
@@ -35,11 +34,10 @@ class Sizes:
     prompts: int
     samples: int
     seq_len: int
-    questions: int
 
 
-SMALL = Sizes(windows=40, length=256, prompts=200, samples=32, seq_len=512, questions=0)
-LARGE = Sizes(windows=12, length=256, prompts=200, samples=32, seq_len=256, questions=1000)
+SMALL = Sizes(windows=40, length=256, prompts=200, samples=32, seq_len=512)
+LARGE = Sizes(windows=12, length=256, prompts=200, samples=32, seq_len=256)
 _LARGE_FROM = 50_000_000
 
 
@@ -53,6 +51,7 @@ class Task:
       data: the folder of texts that `claims.py` describes.
       work: a folder for what is kept of this model.
       llmc: the Python that has llm-compressor; None: there is none.
+      questions: of PIQA and of ARC-easy, each, that some entries answer.
     """
 
     name: str
@@ -60,6 +59,7 @@ class Task:
     data: Path
     work: Path
     llmc: Path | None = None
+    questions: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
