@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +44,14 @@ from evidence.layouts import DECODING_MEMORY, DECODING_SPEED
 from evidence.other_decoders import LlamaCpp, Transformers
 from evidence.results import RESULTS, Figures
 from evidence.stamp import current_stamp
+from moe_jax.api.open_source import open_source
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
 from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.generation.continued_rows import Asked
 from moe_jax.generation.engine import MOST_STEPS, Engine
+from moe_jax.generation.layer_loop import can_loop
+from moe_jax.model_io.loading import abstract_model
 
 EXPERTS, TOP_K, NOISE, RANK = 8, 2, 0.01, 32
 READ, PROMPT, TOLD, ROUNDS = 500, 16, 64, 3
@@ -232,15 +236,19 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str | None):
         self._source = folder, dtype
-        model = moe_jax.load(folder, dtype=dtype, stacked=False)
-        self._engine, self.vocabulary = Engine(model.decoder, draws=False), model.config.vocab_size
+        self._model = moe_jax.load(folder, dtype=dtype, stacked=can_loop(abstract_model(open_source(folder).config)))
+        self.vocabulary = self._model.config.vocab_size
         self._scored: tuple[Evaluator, nnx.State] | None = None
 
     def tell(self, rows: int, tokens: int) -> list[float]:
-        return continued(self._engine, rows, tokens)
+        return continued(self._engine(rows * (PROMPT + tokens)), rows, tokens)
 
     def read(self, length: int) -> Any:
-        return read(self._engine, 1, length)
+        return read(self._engine(length), 1, length)
+
+    @cache  # noqa: B019  (there is one model in a process)
+    def _engine(self, tokens: int) -> Engine:
+        return Engine(self._model.decoder, draws=False, tokens=tokens)
 
     def score(self, ids: np.ndarray) -> Any:
         """Layers are stacked, as `evaluate` has them: one program for all."""

@@ -24,8 +24,9 @@ from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.distributed.sharding import make_mesh, mesh_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
+from moe_jax.generation.layer_loop import can_loop
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
-from moe_jax.model_io.loading import dtype_for_generation, load_model
+from moe_jax.model_io.loading import abstract_model, dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder, DecoderOutput
@@ -47,11 +48,12 @@ class Loading:
 
     @classmethod
     def for_generation(
-        cls, source: ModelSource, *, compute_dtype: str = "float32", mesh: Mesh | None = None
+        cls, source: ModelSource, *, compute_dtype: str = "float32", mesh: Mesh | None = None, serves: bool = False
     ) -> "Loading":
-        """Returns the options for a model that does nothing but generate."""
+        """Returns the options for a model that does nothing but generate; `serves`: to many, and long texts."""
         dtype = dtype_for_generation(source, compute_dtype, mesh)
-        return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=False)
+        loops = mesh is None and not serves and can_loop(abstract_model(source.config))
+        return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=loops)
 
 
 class Model:

@@ -92,7 +92,7 @@ def run(options: Options) -> None:
     from moe_jax.serve.scheduler import Scheduler
 
     source = options.open()
-    model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
+    model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype, serves=True))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
     pictures = None
     if options.allow_image_folder is not None:

@@ -26,10 +26,11 @@ from moe_jax.functional.grouped import of_this_turn
 from moe_jax.functional.sampling import sample
 from moe_jax.generation.ahead import Ahead
 from moe_jax.generation.continued_rows import Asked, Rows
+from moe_jax.generation.layer_loop import for_rows
 from moe_jax.generation.pictures import PictureFeatures, Pictures
-from moe_jax.generation.sizes import Mover, Size, resized
+from moe_jax.generation.sizes import Mover, Size
 from moe_jax.kernels.hardware import bucket
-from moe_jax.nn import Decoder, init_cache, unstacked
+from moe_jax.nn import Decoder, init_cache, is_stacked
 
 MOST_STEPS = 32
 """Tokens of the longest block."""
@@ -70,7 +71,7 @@ def read_prompts(
     seen. With an encoder, that is what reads the prompts, and the decoder begins with its own first token.
 
     Args:
-      graphdef, state: of a `Decoder` whose layers are not stacked (`nn.unstacked`).
+      graphdef, state: of a `Decoder`, stacked or not (`layer_loop.for_rows`).
       prompts: token ids.
       lengths: of the prompts.
       asked: how the rows are continued.
@@ -89,9 +90,8 @@ def read_prompts(
     in_row = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], prompts.shape)
     valid, encodes = in_row < lengths[:, None], model.config.has_encoder
     source_slots = length if encodes else None
-    caches = init_cache(
-        model.config, batch, cache_length, model.compute_dtype, source_slots=source_slots, stacked=False, rings=True
-    )
+    made = {"source_slots": source_slots, "stacked": is_stacked(model), "rings": True}
+    caches = init_cache(model.config, batch, cache_length, model.compute_dtype, **made)
     if encodes:
         first = jnp.full((batch, 1), model.config.decoder_start_id, jnp.int32)
         source = {"inputs": prompts, "inputs_valid": valid}
@@ -236,22 +236,25 @@ class Engine:
     """Runs the programs for one model. Rows belong to the caller, and may have any number.
 
     Args:
-      model: on one device or split over a mesh; its layers are copied unless they are unstacked.
+      model: on one device or split over a mesh; its layers are copied unless they are unstacked, or are left in a loop
+        (`layer_loop.for_rows`).
       draws: whether any row may have a temperature.
       scores: whether any row may want log-probabilities.
+      tokens: that the caches of all rows hold at most; None: not known.
 
     Attributes:
       mover: moves rows.
       compiles_ahead: whether it can; where rows of a model over a mesh would be is not known before.
     """
 
-    def __init__(self, model: Decoder, *, draws: bool, scores: bool = False):
+    def __init__(self, model: Decoder, *, draws: bool, scores: bool = False, tokens: int | None = None):
         self.config = model.config
-        self._parts = nnx.split(unstacked(model))
+        model = for_rows(model, tokens)
+        self._parts, stacked = nnx.split(model), is_stacked(model)
         self._mesh = mesh_of(self._parts[1])
         self._wanted = {"draws": draws, "scores": scores}
         self._continue = Ahead(continue_rows, {"graphdef": self._parts[0], **self._wanted}, state=self._parts[1])
-        self.mover = Mover(model.config)
+        self.mover = Mover(model.config, stacked)
         self.compiles_ahead = self._mesh is None
         self._pace = float("inf")
 
@@ -326,8 +329,8 @@ class Engine:
           before: from `shapes_of`.
           row_length: tokens of the row's caches; None: none is put.
         """
-        after = resized(before, self.config, size)
-        row = None if row_length is None else resized(before, self.config, Size(1, row_length))
+        after = self.mover.resized(before, size)
+        row = None if row_length is None else self.mover.resized(before, Size(1, row_length))
         self.mover.compile(before, after, row)
         number = jax.ShapeDtypeStruct((), jnp.int32)
         self._continue.compile(

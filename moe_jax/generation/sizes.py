@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from moe_jax.generation.ahead import Ahead
 from moe_jax.generation.continued_rows import Rows
 from moe_jax.models import ModelConfig
-from moe_jax.nn import init_cache
+from moe_jax.nn import Caches, init_cache
 
 
 class Size(NamedTuple):
@@ -27,32 +27,39 @@ def shapes_of(rows: Rows) -> Rows:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), rows)
 
 
-def resized(shapes: Rows, config: ModelConfig, size: Size) -> Rows:
-    """Returns the shapes that rows, which have a key each, have in another size.
-
-    Rings, once they go round, have as many places as they need.
-    """
-    make = partial(init_cache, config, size.width, size.length, jnp.dtype(jnp.float32), stacked=False, rings=True)
-    caches = jax.tree.map(
-        lambda one, new: jax.ShapeDtypeStruct(new.shape, one.dtype), shapes.caches, jax.eval_shape(make)
-    )
-    rest = jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct((size.width, *one.shape[1:]), one.dtype), shapes._replace(caches=())
-    )
-    return rest._replace(caches=caches)
-
-
 class Mover:
     """Moves rows of a model.
 
     Caches are moved one by one, as those of all layers are alike: a program for all of them together would take long to
     compile for every size before and after.
+
+    Args:
+      config: of the model.
+      stacked: whether its layers are stacked.
     """
 
-    def __init__(self, config: ModelConfig):
-        self._config = config
+    def __init__(self, config: ModelConfig, stacked: bool):
+        self._config, self._stacked = config, stacked
         self._take, self._move_cache = Ahead(_take), Ahead(_move_cache)
         self._put, self._put_cache = Ahead(_put), Ahead(_put_cache)
+
+    def resized(self, shapes: Rows, size: Size) -> Rows:
+        """Returns the shapes that rows, which have a key each, have in another size.
+
+        Rings, once they go round, have as many places as they need.
+        """
+
+        def make() -> Caches:
+            width, length = size
+            return init_cache(self._config, width, length, jnp.dtype(jnp.float32), stacked=self._stacked, rings=True)
+
+        caches = jax.tree.map(
+            lambda one, new: jax.ShapeDtypeStruct(new.shape, one.dtype), shapes.caches, jax.eval_shape(make)
+        )
+        rest = jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct((size.width, *one.shape[1:]), one.dtype), shapes._replace(caches=())
+        )
+        return rest._replace(caches=caches)
 
     def move(self, rows: Rows, slots: Sequence[int], size: Size) -> Rows:
         """Returns the rows in other slots (-1: none comes there) of another size, whose caches are not shorter.
@@ -60,7 +67,7 @@ class Mover:
         All that come are active. The places of a shorter cache are the first ones of a longer one.
         """
         taken = jnp.asarray(np.maximum(slots, 0), jnp.int32)
-        after = resized(shapes_of(rows), self._config, size)
+        after = self.resized(shapes_of(rows), size)
         caches = jax.tree.map(
             lambda one, new: self._move_cache(static={"shape": new.shape}, cache=one, slots=taken),
             rows.caches,

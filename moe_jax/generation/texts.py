@@ -44,8 +44,8 @@ def stream(
     The first comes at once, the others in blocks, which grow. A row that has ended is given -1. A row's tokens do not
     depend on its neighbours.
 
-    The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again;
-    of a model that was loaded for generation (`load_model(..., stacked=False)`) they need not be.
+    The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again,
+    unless they are codes (`layer_loop`). Those of a model that is unstacked (`load_model(..., stacked=False)`) are not.
 
     Args:
       model: the decoder.
@@ -67,8 +67,8 @@ def stream(
     vocab_size = model.config.vocab_size
     if outside := sorted({token for prompt in prompts for token in prompt if not 0 <= token < vocab_size}):
         raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
-    engine = Engine(model, draws=wanted.temperature > 0)
     longest, max_new_tokens = max(map(len, prompts)), wanted.max_new_tokens
+    engine = Engine(model, draws=wanted.temperature > 0, tokens=len(prompts) * (longest + max_new_tokens))
     if model.config.has_encoder:
         cache_length = engine.room(max_new_tokens)
     else:

@@ -1,0 +1,74 @@
+"""Whether tokens are generated in a loop over stacked layers, or by layers with arrays of their own.
+
+A loop is one program for all layers: it compiles in a fraction of the time, and takes a fraction of the memory. But on
+every turn it takes a layer's arrays out of the stack, and copies those that an operation wants whole: kernels, and
+caches. Codes it does not copy on a CPU, where they are read in place (`functional.few_rows.packed_codes`). So a model
+all of whose kernels are codes is as fast in a loop, while its caches are small beside them.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax.distributed.sharding import mesh_of
+from moe_jax.experts.devices import current_chip
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder, init_cache, is_stacked, unstacked
+
+_MOST_COPIED = 1 / 64
+"""Share of the layers' bytes that may be copied: norms and routers have less, one kernel has more."""
+_MOST_CACHED = 1 / 4
+"""Bytes of caches beside those of codes that a token reads: they are read, written and read again instead of once."""
+_CODE = jnp.uint8
+
+
+def can_loop(model: Decoder) -> bool:
+    """Whether a model generates in a loop over its layers as fast as without, if rows are short; shapes are enough."""
+    return current_chip().platform == "cpu" and is_stacked(model) and not model.config.has_encoder and _is_codes(model)
+
+
+def for_rows(model: Decoder, tokens: int | None) -> Decoder:
+    """Returns the model as it generates best: stacked, or unstacked, which copies the layers of one that is stacked.
+
+    Args:
+      model: stacked or not.
+      tokens: that the caches of all rows hold at most; None: not known.
+    """
+    if tokens is None or not can_loop(model) or mesh_of(nnx.state(model)) is not None:
+        return unstacked(model)
+    caches = jax.eval_shape(lambda: init_cache(model.config, 1, tokens, jnp.dtype(model.compute_dtype)))
+    cached = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+    return model if cached <= _MOST_CACHED * _read_for_a_token(model) else unstacked(model)
+
+
+def _is_codes(model: Decoder) -> bool:
+    """Whether hardly anything in the layers but codes and what belongs to them, such as scales, takes room."""
+    forms: dict[tuple, list] = {}
+    for path, leaf in _leaves(model):
+        forms.setdefault(path[:-1], []).append(leaf)
+    sizes = {path: sum(map(_nbytes, leaves)) for path, leaves in forms.items()}
+    coded = {path for path, leaves in forms.items() if any(leaf.dtype == _CODE for leaf in leaves)}
+    others = sum(size for path, size in sizes.items() if path not in coded)
+    return others <= _MOST_COPIED * sum(sizes.values())
+
+
+def _read_for_a_token(model: Decoder) -> float:
+    """Returns about the bytes of the layers that one token reads: of experts, those that it is routed to."""
+    share = _share_of_experts(model.config)
+    return sum(_nbytes(leaf) * (share if "experts" in path else 1) for path, leaf in _leaves(model))
+
+
+def _share_of_experts(config: ModelConfig) -> float:
+    layers = [config.moe(layer) for layer in config.moe_layers]
+    return max((moe.top_k / moe.num_experts for moe in layers), default=1.0)
+
+
+def _leaves(model: Decoder) -> list[tuple[tuple, jax.Array | jax.ShapeDtypeStruct]]:
+    """Returns the arrays of the segments of the decoder by their paths; norms outside of layers are not among them."""
+    segments = nnx.to_pure_dict(nnx.state(model.stack.segments))
+    found = jax.tree_util.tree_leaves_with_path(segments)
+    return [(tuple(getattr(key, "key", None) for key in path), leaf) for path, leaf in found]
+
+
+def _nbytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize

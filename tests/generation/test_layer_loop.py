@@ -1,0 +1,86 @@
+"""Tokens that are generated in a loop over stacked layers of codes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.api.model import Loading
+from moe_jax.generation import layer_loop
+from moe_jax.generation.continued_rows import ask
+from moe_jax.generation.engine import Engine
+from moe_jax.generation.layer_loop import can_loop, for_rows
+from moe_jax.generation.sizes import Size, shapes_of
+from moe_jax.generation.spec import GenerateSpec
+from moe_jax.generation.texts import stream
+from moe_jax.model_io.loading import abstract_model
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.nn import Decoder, is_stacked
+
+PROMPTS = [[3, 4, 5, 6, 7], [8, 9]]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A model whose kernels are large beside its norms and routers."""
+    moe = MoEConfig(expert=FFNConfig(dim=256), num_experts=4, top_k=2)
+    layer = LayerConfig(attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32), mlp=moe)
+    config = ModelConfig(family="llama", vocab_size=64, d_model=128, max_positions=512, layers=(layer,) * 3)
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    # Larger than at initialisation, so that the choices are not near ties.
+    return moe_jax.Model(nnx.merge(graphdef, jax.tree.map(lambda a: a * 8 if a.ndim > 2 else a, state)))
+
+
+@pytest.fixture(scope="module")
+def coded(whole):
+    return moe_jax.compress(whole, method="quantize", bits=4, of="model")
+
+
+def test_only_layers_of_codes_are_looped_over(whole, coded):
+    assert can_loop(coded.decoder) and can_loop(abstract_model(coded.config))
+    assert not can_loop(whole.decoder)
+    only_experts = moe_jax.compress(whole, method="quantize", bits=4)
+    assert not can_loop(only_experts.decoder)
+    assert not can_loop(moe_jax.tiny_model(experts=2).decoder)
+
+
+def test_short_rows_are_looped_over_and_long_ones_are_not(whole, coded):
+    # A token reads two of four experts: 3 layers of (3 * 128 * 256 * 2 + 3 * 128 * 128) / 2 bytes, and some scales.
+    # It keeps 3 * 2 * 2 * 32 float32.
+    most = int(0.25 * 3 * (3 * 128 * 256 * 2 + 3 * 128 * 128) / 2 / (3 * 2 * 2 * 32 * 4))
+    assert for_rows(coded.decoder, most) is coded.decoder
+    for tokens in (2 * most, None):
+        assert not is_stacked(for_rows(coded.decoder, tokens))
+    assert not is_stacked(for_rows(whole.decoder, 1))
+
+
+def test_what_is_loaded_to_generate_is_stacked_where_it_is_looped_over(coded, tmp_path):
+    source = moe_jax.load(moe_jax.save(coded, tmp_path / "coded")).source
+    assert Loading.for_generation(source).stacked
+    assert not Loading.for_generation(source, serves=True).stacked
+
+
+def test_a_loop_gives_the_tokens_that_single_layers_give(coded, monkeypatch):
+    def tokens() -> np.ndarray:
+        return np.stack(list(stream(coded.decoder, PROMPTS, GenerateSpec(max_new_tokens=24))))
+
+    looped = tokens()
+    monkeypatch.setattr(layer_loop, "_MOST_CACHED", 0)
+    np.testing.assert_array_equal(looped, tokens())
+
+
+def test_rows_of_a_loop_move_as_others_do(coded):
+    """Caches of stacked layers lie in one array, whose rows are at the same place."""
+    asked = ask(2, 8, key=jax.random.split(jax.random.key(0), 2), temperature=0.0, top_k=0, top_p=1.0, stop_ids=[])
+    given = []
+    for tokens in (64, None):
+        engine = Engine(coded.decoder, draws=False, tokens=tokens)
+        rows, first, _ = engine.read(PROMPTS, asked, 16)
+        moved = engine.mover.move(rows, [1, -1, 0], Size(3, 32))
+        assert shapes_of(moved) == engine.mover.resized(shapes_of(rows), Size(3, 32))
+        _, block = engine.advance(moved, 6, stay=np.array([True, False, True]))
+        given.append((first.tokens, block.tokens))
+    jax.tree.map(np.testing.assert_array_equal, *given)
+    assert jnp.all(given[0][1][:, 1] == -1)
