@@ -112,8 +112,12 @@ def test_verdicts_follow_from_the_interval(differences, least):
     if verdicts.equal(found, least) == verdicts.AGREES:
         assert verdicts.better(found, least) != verdicts.AGREES
         assert verdicts.no_worse(found, least) == verdicts.AGREES
-    assert (verdicts.no_worse(found, least) == verdicts.DISAGREES) == (found.low >= least)
-    assert (verdicts.better(found, least) == verdicts.DISAGREES) == (found.low > -least)
+    if verdicts.better(found, least) == verdicts.SMALL:
+        assert -least < found.low and verdicts.equal(found, least) == verdicts.AGREES
+    mirrored = verdicts.effect([-one for one in differences])
+    opposite = verdicts.better(mirrored, least) == verdicts.AGREES
+    assert (verdicts.better(found, least) == verdicts.OPPOSITE) == opposite
+    assert (verdicts.no_worse(found, least) == verdicts.OPPOSITE) == (opposite and found.high >= least)
 
 
 def test_one_seed_decides_nothing():

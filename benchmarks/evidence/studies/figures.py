@@ -16,10 +16,10 @@ from evidence.results import ResultsFile
 from evidence.studies.claims import CLAIMS, LEAST
 from evidence.studies.rates import rates_of
 from evidence.studies.summary import mean_losses, spread
-from evidence.studies.verdicts import AGREES, DISAGREES, UNDECIDED
+from evidence.studies.verdicts import AGREES, OPPOSITE, SMALL, UNDECIDED
 
 _D = re.compile(r"PERFT-(?:D (\d+)|S) r=(\d+)")
-_COLOURS = {AGREES: "C2", DISAGREES: "C3", UNDECIDED: "0.5"}
+_COLOURS = {AGREES: "C2", OPPOSITE: "C3", SMALL: "C0", UNDECIDED: "0.5"}
 _MARKERS = "osD^vPX*hp"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from scipy import stats
 
-AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "cannot decide"
+AGREES, SMALL, OPPOSITE, UNDECIDED = "agrees", "too small to matter", "opposite", "undecided"
 _CONFIDENCE = 0.95
 
 
@@ -61,25 +61,25 @@ def better(found: Effect, least: float) -> str:
       least: the smallest effect of interest, above 0.
 
     Returns:
-      `agrees` if the interval lies below 0 and the mean at `-least` or below; `disagrees` if the interval lies above
-      `-least`: what there may be of an advantage does not matter.
+      `agrees` if the interval lies below 0 and the mean at `-least` or below; `opposite` if that is so with the signs
+      changed; `too small to matter` if the interval lies within `least` of 0; else `undecided`.
     """
     if found.high < 0 and found.mean <= -least:
         return AGREES
-    return DISAGREES if found.low > -least else UNDECIDED
+    if found.low > 0 and found.mean >= least:
+        return OPPOSITE
+    return SMALL if -least < found.low and found.high < least else UNDECIDED
 
 
 def equal(found: Effect, least: float) -> str:
-    """Whether two things are as good as each other: `agrees` if the interval lies within `least` of 0 on both sides,
-    `disagrees` if it lies outside on one."""
-    if -least < found.low and found.high < least:
-        return AGREES
-    return DISAGREES if found.low >= least or found.high <= -least else UNDECIDED
+    """Whether two things are as good as each other: `agrees` if the interval lies within `least` of 0, `opposite` if
+    one of them is `better`."""
+    return {SMALL: AGREES, AGREES: OPPOSITE}.get(found_better := better(found, least), found_better)
 
 
 def no_worse(found: Effect, least: float) -> str:
     """Whether something is not worse than something else by what matters: `agrees` if the interval lies below
-    `least`, `disagrees` if it lies above."""
+    `least`, `opposite` if the other is `better`."""
     if found.high < least:
         return AGREES
-    return DISAGREES if found.low >= least else UNDECIDED
+    return OPPOSITE if better(found, least) == OPPOSITE else UNDECIDED
