@@ -24,8 +24,9 @@ _BOUNDS = ("moe_jax/core/template_sandbox.py", "moe_jax/core/template_process.py
 
 # What decides the results of studies; plans, tables and pictures do not.
 _STUDIES = (
-    *("corpus", "long_job", "models", "parameter_groups", "rates", "scales", "shapes", "texts", "trainer"),
-    *("training_job", "trainings"),
+    *("compression_job", "compressions", "corpus", "full_experts", "long_job", "models", "noise_job"),
+    *("parameter_groups", "probes", "rates", "scales", "shapes", "texts", "trainer", "training_job", "trainings"),
+    "variants",
 )
 
 
@@ -150,7 +151,7 @@ SECTIONS = (
     _program(
         "serve",
         "python benchmarks/serve.py MODEL --against CHECKOUT",
-        ("moe_jax/serve", "moe_jax/generation", "moe_jax/functional", "moe_jax/nn"),
+        ("moe_jax/serve", "moe_jax/generation", *_MODEL),
         layouts.SERVING,
         layouts.SERVING_BEFORE,
     ),
@@ -184,6 +185,7 @@ SECTIONS = (
             "moe_jax/conversion/formats/coded_parts.py",
             "moe_jax/conversion/formats/encoders.py",
             "moe_jax/conversion/hf_config.py",
+            "moe_jax/compression",
         ),
         layouts.VLLM,
     ),
@@ -287,8 +289,12 @@ SECTIONS = (
         "equal_bytes",
         "python benchmarks/equal_bytes.py DATA --work WORK --smollm MODEL",
         (
-            *("benchmarks/equal_bytes.py", *_MODEL, "moe_jax/compression"),
-            *(f"benchmarks/evidence/equal_bytes/{name}.py" for name in ("comparison_job", "entries", "models")),
+            *("benchmarks/equal_bytes.py", *_MODEL, "moe_jax/compression", "moe_jax/training"),
+            *(
+                f"benchmarks/evidence/equal_bytes/{name}.py"
+                for name in ("comparison_job", "entries", "models", "own_models", "recovery", "study")
+            ),
+            *(f"benchmarks/evidence/studies/{name}.py" for name in ("compression_job", "corpus", "probes", "texts")),
         ),
         evidence.equal_bytes.report.opened,
         evidence.equal_bytes.report.blocks,

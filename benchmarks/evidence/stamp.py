@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ class Stamp:
     """Attributes:
     commit: full hash of the commit that was checked out; None where there is no history to ask.
     date: ISO, of the day.
-    machine: processor architecture and number of threads.
+    machine: processor and number of threads.
     versions: of Python and of the packages.
     uncommitted: files of code that differed from the commit. Figures of such code cannot be made again.
     inferred: how the commit was found, where the program did not write it down itself; None where it did.
@@ -60,10 +61,21 @@ def current_stamp(root: Path = ROOT, *, also: tuple[str, ...] = ()) -> Stamp:
     return Stamp(
         commit=commit.strip() if commit else None,
         date=datetime.date.today().isoformat(),
-        machine=f"{platform.machine()} with {os.cpu_count()} threads",
+        machine=f"{processor()} with {os.cpu_count()} threads",
         versions={"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES + also},
         uncommitted=tuple(line[3:] for line in changed.splitlines()),
     )
+
+
+def processor() -> str:
+    """Such as `Intel(R) Xeon(R) Processor, AVX-512`; the architecture where the system says no more."""
+    try:
+        described = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
+    except OSError:
+        return platform.machine()
+    fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", described, re.MULTILINE))
+    wide = ", AVX-512" if "avx512f" in fields.get("flags", "").split() else ""
+    return f"{fields.get('model name', platform.machine())}{wide}"
 
 
 def git(*words: str, root: Path = ROOT) -> str | None:

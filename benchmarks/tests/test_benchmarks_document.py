@@ -1,5 +1,6 @@
 """BENCHMARKS.md and its results: every table comes from a file of results, and every figure from a known commit."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -207,6 +208,15 @@ def test_a_stamp_says_what_is_not_committed(checkout: pathlib.Path, tmp_path: pa
     assert sorted(dirty.uncommitted) == ["code.py", "new.py"]
     assert "with uncommitted changes to " in dirty.line
     assert current_stamp(tmp_path).commit is None
+
+
+@pytest.mark.parametrize(("limit", "exits"), [(None, False), (1, False), (0, True)])
+def test_too_many_stale_figures_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys, limit, exits):
+    monkeypatch.setattr(stale, "state", lambda *_: ["a: up to date", "b: 2 files of its code have changed since"])
+    monkeypatch.setattr("sys.argv", ["stale.py", "demo", *([] if limit is None else ["--limit", str(limit)])])
+    with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
+        stale.main()
+    assert capsys.readouterr().out.endswith("1 of 2 stamps are not of the code that is there now\n")
 
 
 def test_stale_figures_are_listed(checkout: pathlib.Path, tmp_path: pathlib.Path):
