@@ -197,10 +197,6 @@ def run_command(arguments: list[str], modules: Sequence[str] = ()) -> int:
             return 0
     from moe_jax.core.terminal import shown_work
 
-    if command in _COMPUTING:
-        from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
-
-        return_memory_of_compiling()
     with shown_work():
         return module.run(options) or 0
 

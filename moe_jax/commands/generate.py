@@ -109,6 +109,7 @@ def run(options: _Command) -> None:
     # All that needs neither JAX nor the model has been checked.
     from moe_jax.api.generate import continue_prompts, is_conversation, prompt_ids, with_pictures_apart
     from moe_jax.api.model import Loading, Model
+    from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
     from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
     from moe_jax.distributed.sharding import make_mesh
 
@@ -116,6 +117,7 @@ def run(options: _Command) -> None:
         join_processes()
     elif not let_first_work():
         return
+    return_memory_of_compiling()
     mesh = None if sizes is None else make_mesh(sizes)
     source = options.open()
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)

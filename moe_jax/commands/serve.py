@@ -86,11 +86,13 @@ def run(options: Options) -> None:
         raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
     from moe_jax.api.measure import tokenizer_of
     from moe_jax.api.model import Loading, Model
+    from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
     from moe_jax.images.picture_files import PictureFolder
     from moe_jax.serve.app import App
     from moe_jax.serve.connections import Server, server_config
     from moe_jax.serve.scheduler import Scheduler
 
+    return_memory_of_compiling()
     source = options.open()
     model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype, serves=True))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
