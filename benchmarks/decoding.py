@@ -98,7 +98,7 @@ KINDS = {
     "4 bits": Kind("codes-4", _compressed("quantize", bits=4)),
     "3 bits": Kind("codes-3", _compressed("quantize", bits=3)),
     "2 bits": Kind("codes-2", _compressed("quantize", bits=2)),
-    "all in 4 bits": Kind("all-4", _compressed("quantize", bits=4, of="model")),
+    "all in 4 bits": Kind("all-4", _compressed("quantize", bits=4, of="model", embedding_bits=4)),
     "all in 4 bits, embedding in 8": Kind("all-4-8", _compressed("quantize", bits=4, of="model", embedding_bits=8)),
     "4 bits around a centre in 4": Kind("centre-4", _compressed("ders-quantize", bits=4, centre_bits=4)),
     "2 bits over a base": Kind("base-16", _compressed("ders-quantize", bits=2)),

@@ -78,7 +78,7 @@ class _Command:
     rest_bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2|1")] = None
     """With --of: bits of attention, dense and shared FFNs; by default --bits."""
     embedding_bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2|1")] = None
-    """With --of: bits of the embedding and the head; by default --bits, but at least 4."""
+    """With --of: bits of the embedding and the head; by default 8, or 4 if --bits is less than 4."""
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """With --compress: the share of the experts' entries that is kept, in (0, 1]. Methods that keep a share require
     it."""

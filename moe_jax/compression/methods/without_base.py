@@ -222,7 +222,9 @@ class PlainQuantize(PlainQuantizeOptions, WithoutBase):
         return Wanted(form=Quantized, **self.codes_options)
 
     def linear_codes(self, maps: Sequence[LinearMap]) -> dict[str, LinearCodes]:
-        bits = {"attention": self.rest_bits or self.bits, "embedding": self.embedding_bits or max(self.bits, 4)}
+        # Codes of 4 bits of the embedding lose as much as those of all else, in many fewer bytes (BENCHMARKS.md).
+        usual = 8 if self.bits >= 4 else 4
+        bits = {"attention": self.rest_bits or self.bits, "embedding": self.embedding_bits or usual}
         bits |= {"dense": bits["attention"], "head": bits["embedding"]}
         return {one.path: usual_codes(one, bits[one.part], self.codes_options) for one in maps}
 

@@ -124,7 +124,7 @@ class OfLinearMaps:
       of: what is compressed: the `experts`; the `rest`, which are attention, dense and shared FFNs, embedding and head;
         or the whole `model`. Norms, routers and biases stay as they are.
       rest_bits: of attention, dense and shared FFNs; by default `bits`.
-      embedding_bits: of the embedding and the head; by default `bits`, but at least 4.
+      embedding_bits: of the embedding and the head; by default 8, or 4 if `bits` is less than 4.
     """
 
     of: Of
