@@ -18,6 +18,7 @@ from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder, is_stacked
+from tests.support.tiers import long
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9]]
 
@@ -71,6 +72,7 @@ def test_a_loop_gives_the_tokens_that_single_layers_give(coded, monkeypatch):
     np.testing.assert_array_equal(looped, tokens())
 
 
+@long
 def test_rows_of_a_loop_move_as_others_do(coded):
     """Caches of stacked layers lie in one array, whose rows are at the same place."""
     asked = ask(2, 8, key=jax.random.split(jax.random.key(0), 2), temperature=0.0, top_k=0, top_p=1.0, stop_ids=[])
