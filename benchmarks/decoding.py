@@ -50,7 +50,7 @@ from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
 from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.generation.continued_rows import Asked
 from moe_jax.generation.engine import MOST_STEPS, Engine
-from moe_jax.generation.layer_loop import can_loop
+from moe_jax.generation.layer_loop import loops
 from moe_jax.model_io.loading import abstract_model
 
 EXPERTS, TOP_K, NOISE, RANK = 8, 2, 0.01, 32
@@ -236,7 +236,7 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str | None):
         self._source = folder, dtype
-        self._model = moe_jax.load(folder, dtype=dtype, stacked=can_loop(abstract_model(open_source(folder).config)))
+        self._model = moe_jax.load(folder, dtype=dtype, stacked=_loops(folder))
         self.vocabulary = self._model.config.vocab_size
         self._scored: tuple[Evaluator, nnx.State] | None = None
 
@@ -259,6 +259,11 @@ class Ours:
             self._scored = evaluator, state
         evaluator, state = self._scored
         return evaluator(state)
+
+
+def _loops(folder: Path) -> bool:
+    """Whether a model in a folder tells its first text in a loop over stacked layers, as `generate` has it."""
+    return loops(abstract_model(open_source(folder).config), PROMPT + TOLD)
 
 
 RUNNERS: dict[str, Callable[[Path, str | None], Any]] = {

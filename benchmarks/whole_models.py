@@ -13,7 +13,6 @@ nothing was calibrated with. It can be stopped at any moment; the same command g
 """
 
 import argparse
-import dataclasses
 import os
 import shutil
 import time
@@ -49,18 +48,15 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     results = WholeModelsFile(options.out, writes=True)
     if not options.report_only:
-        data, work = options.data.resolve(), options.work.resolve()
-        tasks = [
-            dataclasses.replace(task(name, data, work, options.llmc), questions=options.questions)
-            for name in options.models
-        ]
+        tasks = [task(name, options) for name in options.models]
         done = do_entries(tasks, results, only=options.only, draws=options.draws, until=until)
         print("nothing is left to do" if done else "stopped; the same command goes on")
     print(write_report(results, options.out))
 
 
-def task(named: str, data: Path, work: Path, llmc: Path | None) -> Task:
+def task(named: str, options: argparse.Namespace) -> Task:
     """The task of `NAME` or `NAME=MODEL`; a model that is not given is made, unless it is there."""
+    data, work = options.data.resolve(), options.work.resolve()
     name, _, given = named.partition("=")
     if not given and name not in MADE:
         raise SystemExit(f"where is {name}? give {name}=MODEL; made are {', '.join(MADE)}")
@@ -71,7 +67,7 @@ def task(named: str, data: Path, work: Path, llmc: Path | None) -> Task:
         shutil.rmtree(made, ignore_errors=True)  # of a run that was stopped
         made.mkdir()
         MADE[name](data, made).rename(found)
-    return Task(name, Path(given).resolve() if given else found, data, folder, llmc)
+    return Task(name, Path(given).resolve() if given else found, data, folder, options.llmc, options.questions)
 
 
 if __name__ == "__main__":

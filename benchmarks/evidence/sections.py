@@ -210,7 +210,7 @@ SECTIONS = (
     ),
     Section(
         "whole_models",
-        "python benchmarks/whole_models.py DATA --work WORK --models NAME=MODEL ... --llmc PYTHON",
+        "python benchmarks/whole_models.py DATA --work WORK --models NAME=MODEL ... --llmc PYTHON --questions 1000",
         (
             *("benchmarks/whole_models.py", "benchmarks/evidence/llm_compressor_worker.py"),
             *(f"benchmarks/evidence/whole_models/{name}.py" for name in ("entries", "peers", "scores", "task")),

@@ -121,11 +121,11 @@ def generate(
         conversation for one without chat template, a picture for one that does not see or that cannot be read, another
         number of pictures than of placeholders, or logits that are not finite.
     """
-    if not isinstance(model, Model):
-        source = open_model(model)
-        model = Model.of_source(source, Loading.for_generation(source))
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
+    if not isinstance(model, Model):
+        source, tokens = open_model(model), len(prompts) * spec.max_new_tokens
+        model = Model.of_source(source, Loading.for_generation(source, tokens=tokens))
     chat = any(is_conversation(one) for one in prompts)
     prompts, spec = with_pictures_apart(prompts, spec)
     sees = bool(spec.images)

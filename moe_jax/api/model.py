@@ -24,7 +24,7 @@ from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.distributed.sharding import make_mesh, mesh_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
-from moe_jax.generation.layer_loop import can_loop
+from moe_jax.generation.layer_loop import loops
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.model_io.loading import abstract_model, dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelLike, ModelSource
@@ -48,12 +48,17 @@ class Loading:
 
     @classmethod
     def for_generation(
-        cls, source: ModelSource, *, compute_dtype: str = "float32", mesh: Mesh | None = None, serves: bool = False
+        cls, source: ModelSource, *, compute_dtype: str = "float32", mesh: Mesh | None = None, tokens: int | None = None
     ) -> "Loading":
-        """Returns the options for a model that does nothing but generate; `serves`: to many, and long texts."""
+        """Returns the options for a model that does nothing but generate.
+
+        Args:
+          source, compute_dtype, mesh: as in `load_model`.
+          tokens: of all rows that are generated together, if they are few: see `layer_loop.loops`.
+        """
         dtype = dtype_for_generation(source, compute_dtype, mesh)
-        loops = mesh is None and not serves and can_loop(abstract_model(source.config))
-        return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=loops)
+        stacked = mesh is None and loops(abstract_model(source.config, compute_dtype=compute_dtype), tokens)
+        return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=stacked)
 
 
 class Model:

@@ -94,7 +94,7 @@ def run(options: Options) -> None:
 
     return_memory_of_compiling()
     source = options.open()
-    model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype, serves=True))
+    model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
     pictures = None
     if options.allow_image_folder is not None:

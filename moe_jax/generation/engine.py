@@ -240,7 +240,7 @@ class Engine:
         (`layer_loop.for_rows`).
       draws: whether any row may have a temperature.
       scores: whether any row may want log-probabilities.
-      tokens: that the caches of all rows hold at most; None: not known.
+      tokens: that the caches of all rows hold at most; None: not known (see `layer_loop.loops`).
 
     Attributes:
       mover: moves rows.

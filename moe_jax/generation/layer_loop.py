@@ -22,23 +22,28 @@ _MOST_CACHED = 1 / 4
 _CODE = jnp.uint8
 
 
-def can_loop(model: Decoder) -> bool:
-    """Whether a model generates in a loop over its layers as fast as without, if rows are short; shapes are enough."""
-    return current_chip().platform == "cpu" and is_stacked(model) and not model.config.has_encoder and _is_codes(model)
+def loops(model: Decoder, tokens: int | None) -> bool:
+    """Whether a model generates in a loop over its layers, which is then about as fast as without.
+
+    Args:
+      model: stacked or not, on one device; its shapes are enough.
+      tokens: that the caches of all rows hold; None: not known, which counts as many.
+    """
+    if tokens is None or current_chip().platform != "cpu" or not is_stacked(model) or model.config.has_encoder:
+        return False
+    caches = jax.eval_shape(lambda: init_cache(model.config, 1, tokens, jnp.dtype(model.compute_dtype)))
+    cached = sum(map(_nbytes, jax.tree.leaves(caches)))
+    return _is_codes(model) and cached <= _MOST_CACHED * _read_for_a_token(model)
 
 
 def for_rows(model: Decoder, tokens: int | None) -> Decoder:
-    """Returns the model as it generates best: stacked, or unstacked, which copies the layers of one that is stacked.
+    """Returns the model as it generates best: as it is, or unstacked, which copies the layers of one that is stacked.
 
     Args:
-      model: stacked or not.
-      tokens: that the caches of all rows hold at most; None: not known.
+      model: stacked or not, on one device or split over a mesh.
+      tokens: see `loops`.
     """
-    if tokens is None or not can_loop(model) or mesh_of(nnx.state(model)) is not None:
-        return unstacked(model)
-    caches = jax.eval_shape(lambda: init_cache(model.config, 1, tokens, jnp.dtype(model.compute_dtype)))
-    cached = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
-    return model if cached <= _MOST_CACHED * _read_for_a_token(model) else unstacked(model)
+    return model if loops(model, tokens) and mesh_of(nnx.state(model)) is None else unstacked(model)
 
 
 def _is_codes(model: Decoder) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from moe_jax.commands import memory_of_compiling
 from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
 
 
@@ -27,10 +28,10 @@ def test_memory_is_given_back_after_programs_that_took_long(listeners, monkeypat
     return_memory_of_compiling()
     return_memory_of_compiling()
     (listener,) = listeners
-    for event, seconds in (("/jax/core/compile/backend_compile_duration", 0.1), ("/jax/checkpoint/write", 60.0)):
+    for event, seconds in ((memory_of_compiling._MADE, 0.1), ("/jax/checkpoint/write", 60.0)):
         listener(event, seconds, fun_name="f")
     assert trimmed == []
-    listener("/jax/core/compile/backend_compile_duration", 2.0, fun_name="f")
+    listener(memory_of_compiling._MADE, 2.0, fun_name="f")
     assert trimmed == [0]
 
 
@@ -45,7 +46,7 @@ def test_jax_tells_of_programs_by_this_name():
         jax.jit(lambda x: x + 1).lower(1.0).compile()
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
-    assert "/jax/core/compile/backend_compile_duration" in heard
+    assert memory_of_compiling._MADE in heard
 
 
 @pytest.mark.parametrize(("platform", "library"), [("darwin", None), ("linux", SimpleNamespace())])

@@ -11,13 +11,13 @@ from moe_jax.api.model import Loading
 from moe_jax.generation import layer_loop
 from moe_jax.generation.continued_rows import ask
 from moe_jax.generation.engine import Engine
-from moe_jax.generation.layer_loop import can_loop, for_rows
+from moe_jax.generation.layer_loop import for_rows, loops
 from moe_jax.generation.sizes import Size, shapes_of
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.nn import Decoder, is_stacked
+from moe_jax.nn import Decoder, is_stacked, unstacked
 from tests.support.tiers import long
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9]]
@@ -40,11 +40,10 @@ def coded(whole):
 
 
 def test_only_layers_of_codes_are_looped_over(whole, coded):
-    assert can_loop(coded.decoder) and can_loop(abstract_model(coded.config))
-    assert not can_loop(whole.decoder)
+    assert loops(coded.decoder, 8) and loops(abstract_model(coded.config), 8)
+    assert not loops(unstacked(coded.decoder), 8)
     only_experts = moe_jax.compress(whole, method="quantize", bits=4)
-    assert not can_loop(only_experts.decoder)
-    assert not can_loop(moe_jax.tiny_model(experts=2).decoder)
+    assert not loops(whole.decoder, 8) and not loops(only_experts.decoder, 8)
 
 
 def test_short_rows_are_looped_over_and_long_ones_are_not(whole, coded):
@@ -59,8 +58,8 @@ def test_short_rows_are_looped_over_and_long_ones_are_not(whole, coded):
 
 def test_what_is_loaded_to_generate_is_stacked_where_it_is_looped_over(coded, tmp_path):
     source = moe_jax.load(moe_jax.save(coded, tmp_path / "coded")).source
-    assert Loading.for_generation(source).stacked
-    assert not Loading.for_generation(source, serves=True).stacked
+    assert Loading.for_generation(source, tokens=8).stacked
+    assert not any(Loading.for_generation(source, tokens=many).stacked for many in (100_000, None))
 
 
 def test_a_loop_gives_the_tokens_that_single_layers_give(coded, monkeypatch):

@@ -7,6 +7,7 @@ from evidence.results import ResultsFile
 from evidence.studies.compression_plan import COMPRESSION
 from evidence.studies.compressions import UNCOMPRESSED
 from evidence.studies.scales import SMOLLM, STORIES
+from evidence.studies.shapes import EXPERTS
 from evidence.studies.summary import Measured, difference
 from evidence.studies.variants import DENSE_BASE, MEAN_BASE, label
 from evidence.studies.verdicts import Effect, better, equal, no_worse
@@ -83,7 +84,7 @@ def _pesc() -> list[Claim]:
     ]
 
 
-_MODEL_EXPERTS = {STORIES.name: 8, SMOLLM.name: 4}
+_MODEL_EXPERTS = {STORIES.name: EXPERTS, SMOLLM.name: 4}
 """Experts of the MoEs that are tuned: E has as many adapters."""
 
 

@@ -74,7 +74,10 @@ def better(found: Effect, least: float) -> str:
 def equal(found: Effect, least: float) -> str:
     """Whether two things are as good as each other: `agrees` if the interval lies within `least` of 0, `opposite` if
     one of them is `better`."""
-    return {SMALL: AGREES, AGREES: OPPOSITE}.get(found_better := better(found, least), found_better)
+    found_better = better(found, least)
+    if found_better == SMALL:
+        return AGREES
+    return UNDECIDED if found_better == UNDECIDED else OPPOSITE
 
 
 def no_worse(found: Effect, least: float) -> str:
