@@ -222,7 +222,7 @@ class PlainQuantize(PlainQuantizeOptions, WithoutBase):
         return Wanted(form=Quantized, **self.codes_options)
 
     def linear_codes(self, maps: Sequence[LinearMap]) -> dict[str, LinearCodes]:
-        # Codes of 4 bits of the embedding lose as much as those of all else, in many fewer bytes (BENCHMARKS.md).
+        # With 4 bits everywhere the embedding loses far more than its share of the bytes (BENCHMARKS.md, whole models).
         usual = 8 if self.bits >= 4 else 4
         bits = {"attention": self.rest_bits or self.bits, "embedding": self.embedding_bits or usual}
         bits |= {"dense": bits["attention"], "head": bits["embedding"]}
