@@ -1,61 +1,76 @@
-"""Writes the tables of BENCHMARKS.md from the files of results.
+"""Writes BENCHMARKS.md, the table of advice and the reports beside the results, from the files of results.
 
     python benchmarks/document.py [--check]
 
-What stands between `<!-- NAME: BLOCK -->` and `<!-- end -->` is made from `benchmarks/results/NAME.json`, and so are
-the reports `benchmarks/results/NAME.md`; prose around it stays. `--check` changes nothing, says what is out of step,
-and exits with code 1 if anything is.
+`benchmarks/pages/overview.md` is filled in to BENCHMARKS.md, and `benchmarks/pages/advice.md` stands in the guide on
+choosing a method (`evidence/pages.py` says how pages are written). `make docs` fills in the other pages. `--check`
+changes nothing, says what is out of step, and exits with code 1 if anything is.
 """
 
 import argparse
 import re
 from pathlib import Path
 
+from evidence.pages import ADVICE, OVERVIEW, PAGES, Filled, names, written_by_hand
 from evidence.results import RESULTS
 from evidence.sections import SECTIONS
 from evidence.stamp import ROOT
 
 DOCUMENT = ROOT / "BENCHMARKS.md"
-_BLOCK = re.compile(r"<!-- (?P<name>[^>]+: [^>]+) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
+GUIDE = ROOT / "docs" / "guides" / "choose-a-method.md"
+_ADVICE = re.compile(r"(?<=<!-- advice -->\n\n).*?(?=\n\n<!-- end of advice -->)", re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="change nothing, say what would change")
     options = parser.parse_args()
-    before = DOCUMENT.read_text()
-    after, problems = rewritten(before, blocks())
-    made = reports()
+    filled = Filled()
+    written = documents(filled)
+    problems = problems_of(filled)
     if options.check:
-        problems += [f"{DOCUMENT.name} is not what the results say"] if after != before else []
-        problems += [f"{file} is not what the results say" for file, text in made.items() if file.read_text() != text]
+        problems += [f"{file} is not what the results say" for file in out_of_step(written)]
     else:
-        DOCUMENT.write_text(after)
-        for file, text in made.items():
-            file.write_text(text)
+        for file, text in written.items():
+            file.write_text(text, "utf-8")
     for problem in problems:
         print(problem)
     if problems:
         raise SystemExit(1)
 
 
-def blocks(folder: Path = RESULTS) -> dict[str, str]:
-    """What stands in the blocks of all sections."""
-    return {name: text for section in SECTIONS for name, text in section.blocks(folder).items()}
+def documents(filled: Filled) -> dict[Path, str]:
+    """Returns the files that are made of results, with what is to stand in them."""
+    advice = filled.page(ADVICE).strip()
+    guide = _ADVICE.sub(lambda _: advice, GUIDE.read_text("utf-8"))
+    return {DOCUMENT: filled.page(OVERVIEW), GUIDE: guide} | reports()
 
 
-def rewritten(document: str, blocks: dict[str, str]) -> tuple[str, list[str]]:
-    """The document with other texts in its blocks, and what is wrong with it beside them."""
-    there = [match["name"] for match in _BLOCK.finditer(document)]
-    problems = [f"there is no block {name!r} in the results" for name in there if name not in blocks]
-    problems += [f"the block {name!r} does not stand in the document" for name in blocks if name not in there]
+def without_advice(text: str) -> str:
+    """Returns a document without the table of advice, if it has one."""
+    return _ADVICE.sub("", text)
 
-    def made(match: re.Match[str]) -> str:
-        return f"<!-- {match['name']} -->\n{blocks.get(match['name'], match['text'].strip())}\n\n<!-- end -->"
 
-    loose = [line for line in _BLOCK.sub("", document).splitlines() if line.startswith("|")]
-    problems += [f"a table that no results make: {line}" for line in loose if re.fullmatch(r"\|[-|: ]+\|", line)]
-    return _BLOCK.sub(made, document), problems
+def out_of_step(written: dict[Path, str]) -> list[Path]:
+    """The files that do not hold what is to stand in them."""
+    return [file.relative_to(ROOT) for file, text in written.items() if file.read_text("utf-8") != text]
+
+
+def problems_of(filled: Filled) -> list[str]:
+    """What is wrong with the pages: figures without a source, tables without one, and tables that stand nowhere."""
+    problems = []
+    for name in (*names(), OVERVIEW, ADVICE):
+        template = (PAGES / f"{name}.md").read_text("utf-8")
+        problems += [f"pages/{name}.md: no results make the figure {figure}" for figure in written_by_hand(template)]
+        problems += [f"pages/{name}.md: no results make the table {head}" for head in tables_by_hand(name, template)]
+        filled.page(name)
+    return problems + [f"the table {name!r} stands on no page" for name in filled.blocks if name not in filled.used]
+
+
+def tables_by_hand(name: str, template: str) -> list[str]:
+    """The heads of tables that are written into a page; that of advice is one."""
+    heads = re.findall(r"^(\|.*)\n\|[-|: ]+\|$", template, re.MULTILINE)
+    return [] if name == ADVICE else heads
 
 
 def reports(folder: Path = RESULTS) -> dict[Path, str]:

@@ -29,7 +29,7 @@ from moe_jax.demo.small_world import write_world
 
 GB = 1e9
 LENGTH = 256
-TEXT = ROOT / "BENCHMARKS.md"
+TEXT = ROOT / "benchmarks" / "results" / "claims.md"
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""Lists the figures of BENCHMARKS.md whose code has changed since they were measured.
+"""Lists the figures of the results whose code has changed since they were measured.
 
     python benchmarks/stale.py [SECTION ...] [--limit N]
 

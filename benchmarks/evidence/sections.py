@@ -1,7 +1,8 @@
-"""The sections of BENCHMARKS.md: what makes each again, where its figures are kept, and what code they depend on."""
+"""The sections of the results: what makes each again, where its figures are kept, and what code they depend on."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import barycenters.report
@@ -11,6 +12,7 @@ import evidence.studies.report
 import evidence.whole_models.report
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
+from evidence.stamp import ROOT, commits_since
 from evidence.studies.claims_file import ClaimsFile
 from evidence.tables import Table, tables_of
 from evidence.whole_models.study import WholeModelsFile
@@ -32,10 +34,10 @@ _STUDIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A section of BENCHMARKS.md.
+    """A section of the results.
 
     Attributes:
-      name: of the file of results, and of the section's blocks.
+      name: of the file of results, of the section's tables and of its page.
       command: makes all its figures again, in the root of a checkout; DATA is the folder that the program describes.
       sources: files and folders that the figures depend on; what only writes tables is not among them.
       opened: the file of results in a folder.
@@ -56,23 +58,27 @@ class Section:
         return self.command.split()[1]
 
     def blocks(self, folder: Path = RESULTS) -> dict[str, str]:
-        """The text of every block of the section, by its full name; the first says how the figures were made."""
-        results = self.opened(folder)
-        return {f"{self.name}: made": made_line(self, results)} | {
-            f"{self.name}: {name}": table for name, table in self.tables(results).items()
-        }
+        """The tables of the section, by `NAME: BLOCK`."""
+        tables = self.tables(self.opened(folder))
+        return {f"{self.name}: {block}": table for block, table in tables.items()}
 
 
-def made_line(section: Section, results: ResultsFile) -> str:
-    """With what command and at what commit the figures of a section were made."""
-    made = results.made()
-    first, said = made[0][0], [made[0][0].line]
-    for stamp, paths in made[1:]:
-        names = sorted({results.name(path) for path in paths})
-        some = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} others"
-        alike = (stamp.machine, stamp.versions) == (first.machine, first.versions)
-        said.append(f"{some}: {stamp.short_line if alike else stamp.line}")
-    return f"Command: `{section.command}`. Measured at {'; '.join(said)}."
+@functools.cache
+def all_blocks(folder: Path = RESULTS) -> Mapping[str, str]:
+    """The tables of all sections, by `NAME: BLOCK`; they are made once in a process."""
+    return {name: text for section in SECTIONS for name, text in section.blocks(folder).items()}
+
+
+def made_line(section: Section, results: ResultsFile, root: Path = ROOT) -> str:
+    """With what command the figures of a section were made, at what commit, and how many its code has had since."""
+    stamps = [stamp for stamp, _ in results.made()]
+    since = [n for stamp in stamps if stamp.commit and (n := commits_since(stamp.commit, section.sources, root))]
+    oldest = min(stamps, key=lambda stamp: stamp.date)
+    some = (
+        f", the oldest of {len(stamps)} stamps in `benchmarks/results/{section.name}.json`" if len(stamps) > 1 else ""
+    )
+    age = f"; {max(since)} commits since in the code that it measures" if since else ""
+    return f"Command: `{section.command}`. Measured at {oldest.short_line}{some}{age}."
 
 
 def _program(name: str, command: str, sources: tuple[str, ...], *tables: Table) -> Section:

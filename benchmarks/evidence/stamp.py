@@ -85,3 +85,11 @@ def git(*words: str, root: Path = ROOT) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def commits_since(commit: str, sources: tuple[str, ...], root: Path = ROOT) -> int | None:
+    """How many commits changed files or folders since a commit; None where this clone does not have it."""
+    if git("cat-file", "-e", f"{commit}^{{commit}}", root=root) is None:
+        return None
+    counted = git("rev-list", "--count", f"{commit}..HEAD", "--", *sources, root=root)
+    return None if counted is None else int(counted)

@@ -33,7 +33,7 @@ _MOST = 200_000
 def texts() -> dict[str, tuple[str, str]]:
     """Returns by kind a text to train on and one that is held out: the last tenth."""
     guides = [ROOT / "README.md", ROOT / "docs/methods.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
-    results = (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8").splitlines()
+    results = _joined(sorted((ROOT / "benchmarks/results").glob("*.md"))).splitlines()
     found = {
         "prose": _joined(guides),
         "code": _joined(sorted((ROOT / "moe_jax").rglob("*.py"))),

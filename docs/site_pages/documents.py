@@ -1,15 +1,16 @@
-"""Pages of the documents at the root of the repository: they stay where a reader of the repository looks for them."""
+"""Pages of the documents at the root of the repository, and of results: they stay where a reader looks for them."""
 
 import re
 from pathlib import Path
 
+from evidence.pages import OVERVIEW, PAGES, Filled, names
 from site_pages.links import ROOT, moved
 
 RESULTS = "results"
 
 
 def pages() -> dict[str, str]:
-    """Returns the pages by their files: BENCHMARKS.md a page for every section, others as they are."""
+    """Returns the pages by their files: BENCHMARKS.md, the pages of results that it leads to, and other documents."""
     made = {f"{RESULTS}/{name}": text for name, text in _results().items()}
     for name, page in (("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
         if (ROOT / name).exists():
@@ -17,23 +18,13 @@ def pages() -> dict[str, str]:
     return made
 
 
-def slug(title: str) -> str:
-    """Returns a heading as GitHub names it in links."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
-
-
 def _results() -> dict[str, str]:
-    file = ROOT / "BENCHMARKS.md"
-    # Comments say which program writes a table.
-    text = re.sub(r"<!--.*?-->\n", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
-    head, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
-    made, entries = {}, []
-    for section in sections:
-        title, _, body = section.partition("\n")
-        page = f"{slug(title)}.md"
-        raised = re.sub(r"^#(#+ )", r"\1", body, flags=re.MULTILINE)
-        made[page] = moved(f"# {title}\n{raised}", file, Path(RESULTS, page))
-        entries.append(slug(title))
-    toctree = "\n```{toctree}\n:maxdepth: 1\n\n" + "\n".join(entries) + "\n```\n"
-    made["index.md"] = moved(head.replace("# Benchmarks", "# Results", 1), file, Path(RESULTS, "index.md")) + toctree
+    filled = Filled()
+    overview = filled.page(OVERVIEW).replace("# Benchmarks", "# Results", 1)
+    made = {"index.md": moved(overview, ROOT / "BENCHMARKS.md", Path(RESULTS, "index.md"))}
+    order = list(dict.fromkeys(re.findall(rf"\]\({PAGES.relative_to(ROOT)}/(\w+)\.md", overview)))
+    assert sorted(order) == names(), "BENCHMARKS.md leads to every page"
+    for name in order:
+        made[f"{name}.md"] = moved(filled.page(name), PAGES / f"{name}.md", Path(RESULTS, f"{name}.md"))
+    made["index.md"] += "\n```{toctree}\n:maxdepth: 1\n:hidden:\n\n" + "\n".join(order) + "\n```\n"
     return made

@@ -23,6 +23,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "BENCHMARKS.md": "results/index.md",
 }
+OF_RESULTS = Path("benchmarks", "pages")
+"""Folder of pages that become those of results, under their names."""
 
 
 def moved(text: str, file: Path, page: Path) -> str:
@@ -47,8 +49,8 @@ def moved(text: str, file: Path, page: Path) -> str:
         place = target.relative_to(ROOT)
         anchor = link["anchor"] or ""
         to = DOCS / PAGES[str(place)] if str(place) in PAGES else target
-        if place.name == "BENCHMARKS.md" and anchor:
-            to, anchor = _of_results(target, anchor[1:])
+        if place.parent == OF_RESULTS:
+            to = DOCS / "results" / place.name
         return f"{link['picture']}[{link['text']}]({os.path.relpath(to, (DOCS / page).parent)}{anchor})"
 
     parts, end = [], 0
@@ -58,17 +60,9 @@ def moved(text: str, file: Path, page: Path) -> str:
     return "".join(parts) + _LINK.sub(rewritten, text[end:])
 
 
-def _of_results(file: Path, anchor: str) -> tuple[Path, str]:
-    """Returns the page that has a heading of BENCHMARKS.md, and the rest of the link."""
-    from site_pages.documents import slug
-
-    page = ""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            page = slug(line[3:])
-        if re.match("#+ ", line) and slug(line.lstrip("# ")) == anchor:
-            return DOCS / "results" / f"{page}.md", "" if page == anchor else f"#{anchor}"
-    return file, f"#{anchor}"
+def slug(title: str) -> str:
+    """Returns a heading as GitHub names it in links."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
 
 
 def rewrite(app: Any, page: str, source: list[str]) -> None:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from evidence.pages import PAGES, names
 from site_pages import FOLDERS, WRITERS
-from site_pages.documents import slug
-from site_pages.links import link_code, moved
+from site_pages.links import link_code, moved, slug
 from tests.support.environment import ROOT
 
 LINK = re.compile(r"\[[^\[\]]*(?:\[[^\]]*\][^\[\]]*)*\]\((?P<path>[^()\s:#]*)(?:#(?P<anchor>[^()\s]*))?\)")
@@ -22,7 +22,8 @@ def documents() -> list[Path]:
     """Returns the Markdown of the repository that is no copy, made when the site was built."""
     copies = {ROOT / "docs" / place for place in (*FOLDERS, "_build", "contributing.md", "changelog.md")}
     found = (ROOT / "docs").rglob("*.md")
-    return sorted([*ROOT.glob("*.md"), *(file for file in found if not copies & {file, *file.parents})])
+    of_results = [PAGES / f"{name}.md" for name in names()]
+    return sorted([*ROOT.glob("*.md"), *of_results, *(file for file in found if not copies & {file, *file.parents})])
 
 
 def anchors(text: str) -> set[str]:
@@ -75,8 +76,8 @@ def test_what_is_broken(tmp_path):
         ("[a](docs/methods.md#1-routing)", "[a](../methods.md#1-routing)"),
         ("[a](README.md)", "[a](../index.md)"),
         ("[a](BENCHMARKS.md)", "[a](index.md)"),
-        ("[a](BENCHMARKS.md#conversion)", "[a](conversion.md)"),
-        ("[a](BENCHMARKS.md#what-it-says)", "[a](compressed-experts-at-equal-bytes.md#what-it-says)"),
+        ("[a](benchmarks/pages/convert.md)", "[a](convert.md)"),
+        ("[a](benchmarks/pages/equal_bytes.md#what-it-says)", "[a](equal_bytes.md#what-it-says)"),
         ("[a `b`](Makefile)", "[a `b`](../../Makefile)"),
         ("[a](moe_jax/experts)", "a"),
         ("[a](https://example.org)", "[a](https://example.org)"),

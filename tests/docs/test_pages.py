@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from evidence.pages import PAGES
 from moe_jax.commands.cli import COMMANDS
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.recipe_toml import recipe_keys
@@ -80,11 +81,12 @@ def test_every_key_of_a_recipe_is_in_the_table_of_its_section(pages):
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {6}
 
 
-def test_results_are_pages_of_the_sections(pages):
-    titles = re.findall("^## (.*)", (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8"), re.MULTILINE)
-    made = [text.partition("\n")[0] for name, text in pages.items() if name.startswith("results/")]
-    assert made[:-1] == [f"# {title}" for title in titles] and made[-1] == "# Results"
-    assert "<!--" not in "".join(text for name, text in pages.items() if name.startswith("results/"))
+def test_results_are_pages_below_the_overview(pages):
+    made = {name.removeprefix("results/"): text for name, text in pages.items() if name.startswith("results/")}
+    assert set(made) == {"index.md", *(file.name for file in PAGES.glob("*.md"))} - {"overview.md", "advice.md"}
+    assert made["index.md"].startswith("# Results") and "(claims.md)" in made["index.md"]
+    for text in made.values():
+        assert "{{" not in text and "benchmarks/pages" not in text and re.search(r"^\|---", text, re.MULTILINE)
 
 
 def test_every_variable_of_the_environment_is_explained():

@@ -53,7 +53,7 @@ def _all_tables(results: ResultsFile) -> dict[str, str]:
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
-    """The tables of BENCHMARKS.md: all entries of models that were asked questions; of the others the best of every
+    """The tables of the pages: all entries of models that were asked questions; of the others the best of every
     family within so many bits."""
     found = {}
     for (scale, label), table in zip(models(results), tables(results).values(), strict=True):

@@ -28,6 +28,7 @@ class Claim:
       verdict: what the effect says.
       least: the smallest effect of interest, nats per token.
       model: only settings of this model; None: of all.
+      about: the statement that it is one case of; None: `says` is that.
     """
 
     paper: str
@@ -37,6 +38,11 @@ class Claim:
     verdict: Verdict = better
     least: float = LEAST
     model: str | None = None
+    about: str | None = None
+
+    @property
+    def statement(self) -> str:
+        return self.about or self.says
 
     def effects(self, results: ResultsFile) -> Iterator[tuple[str, Effect]]:
         """Of every setting that there are results of both in."""
@@ -47,23 +53,43 @@ class Claim:
                 yield setting, found
 
 
-def _claims(study: str, paper: str, *rows: tuple) -> list[Claim]:
+def _claims(study: str, paper: str, *rows: tuple, about: str | None = None) -> list[Claim]:
     """Claims about shapes of one study: what is said, the two shapes, and the verdict if it is not `better`."""
     return [
-        Claim(paper, says, Measured(study, these), Measured(study, those), *verdict)
+        Claim(paper, says, Measured(study, these), Measured(study, those), *verdict, about=about)
         for says, these, those, *verdict in rows
     ]
 
 
 def _deltas() -> list[Claim]:
-    shapes = [f"LM r={rank}" for rank in (1, 4, 16, 64)] + [f"SM {share}" for share in ("0.9", "0.99", "0.999")]
+    low_rank = [f"LM r={rank}" for rank in (1, 4, 16, 64)]
+    sparse = [f"SM {share}" for share in ("0.9", "0.99", "0.999")]
+    by_kind = {"Low-rank deltas": low_rank, "Sparse deltas": sparse}
     return [
         *_claims("upcycling", "ours", ("Upcycled models beat the dense model trained as long", "vanilla", "as it is")),
+        *(
+            claim
+            for kind, shapes in by_kind.items()
+            for claim in _claims(
+                "upcycling",
+                "DeRS",
+                *((f"{shape}: as good as whole copies", shape, "vanilla", no_worse) for shape in shapes),
+                about=f"{kind} are as good as whole copies",
+            )
+        ),
+        *(
+            claim
+            for kind, shapes in by_kind.items()
+            for claim in _claims(
+                "upcycling",
+                "DeRS",
+                *((f"{shape}: to freeze the base costs", shape, f"{shape}, frozen base") for shape in shapes),
+                about=f"To freeze the base costs: {kind.lower()}",
+            )
+        ),
         *_claims(
             "upcycling",
             "DeRS",
-            *((f"{shape}: as good as whole copies", shape, "vanilla", no_worse) for shape in shapes),
-            *((f"{shape}: to freeze the base costs", shape, f"{shape}, frozen base") for shape in shapes),
             ("The universal FFN can be one more delta", "LM r=4, extended", "LM r=4, universal", no_worse),
         ),
         *_claims("upcycling", "ours", ("A universal FFN beside the experts helps", "LM r=4, universal", "LM r=4")),
@@ -89,19 +115,30 @@ _MODEL_EXPERTS = {STORIES.name: EXPERTS, SMOLLM.name: 4}
 
 
 def _perft() -> list[Claim]:
-    rows = []
+    found = []
     # With two of their adapters for a token, and two experts, R and E of a rank have as many active parameters as S of
     # twice the rank, but for R's router.
     for sizes, rank in (("2/8", 2), ("2/8", 8), ("2/8", 32), ("2/4", 8)):
         routed, embedded, single = f"PERFT-R {sizes} r={rank}", f"PERFT-E r={rank}", f"PERFT-S r={2 * rank}"
-        rows += [
-            (f"R ({sizes}) above S of equal active parameters, rank {rank}", routed, single),
-            (f"R ({sizes}) above LoRA on q and v, rank {rank}", routed, f"LoRA q,v r={rank}"),
+        of_equal, of_lora = "R above S of equal active parameters", "R above LoRA on q and v"
+        rows = [
+            (of_equal, f"R ({sizes}) above S of equal active parameters, rank {rank}", routed, single),
+            (of_lora, f"R ({sizes}) above LoRA on q and v, rank {rank}", routed, f"LoRA q,v r={rank}"),
         ]
-        if sizes == "2/8" or rank == 8:
-            rows.append((f"E above S of equal active parameters, rank {rank}", embedded, single))
-    rows.append(("R that chooses two of eight not worse than all eight, rank 8", "PERFT-R 2/8 r=8", "PERFT-R 8/8 r=8",
-                 no_worse))  # fmt: skip
+        if sizes == "2/8":
+            about = "E above S of equal active parameters"
+            rows.append((about, f"{about}, rank {rank}", embedded, single))
+        found += [claim for about, *row in rows for claim in _claims("perft", "PERFT", tuple(row), about=about)]
+    found += _claims(
+        "perft",
+        "PERFT",
+        (
+            "R that chooses two of eight not worse than all eight, rank 8",
+            "PERFT-R 2/8 r=8",
+            "PERFT-R 8/8 r=8",
+            no_worse,
+        ),
+    )
     ours = _claims(
         "perft",
         "ours",
@@ -110,10 +147,14 @@ def _perft() -> list[Claim]:
              f"PERFT-S r={4 * rank}", equal)
             for rank in (2, 8)
         ),
+        about="Control: D of M adapters is S of M times the rank",
+    ) + _claims(
+        "perft",
+        "ours",
         ("The base router's weights on R, as in public code, cost", "PERFT-R 2/8 r=8",
          "PERFT-R 2/8 r=8, weights of the base's router"),
     )  # fmt: skip
-    return [*_claims("perft", "PERFT", *dict.fromkeys(rows)), *_routed_or_embedded(), *ours]
+    return [*found, *_routed_or_embedded(), *ours]
 
 
 def _routed_or_embedded() -> Iterator[Claim]:
@@ -122,9 +163,11 @@ def _routed_or_embedded() -> Iterator[Claim]:
         routed, embedded = (Measured("perft", name) for name in (f"PERFT-R 2/{adapters} r={rank}", f"PERFT-E r={rank}"))
         for model, experts in _MODEL_EXPERTS.items():
             if adapters == experts:
-                yield Claim("PERFT", f"E above R of as many adapters, rank {rank}", embedded, routed, model=model)
+                about = "E above R of as many adapters"
+                yield Claim("PERFT", f"{about}, rank {rank}", embedded, routed, model=model, about=about)
             else:
-                yield Claim("PERFT", f"R of {adapters} adapters above E, rank {rank}", routed, embedded, model=model)
+                says, about = f"R of {adapters} adapters above E, rank {rank}", "R of fewer adapters above E"
+                yield Claim("PERFT", says, routed, embedded, model=model, about=about)
 
 
 def _beginnings() -> list[Claim]:
@@ -135,8 +178,13 @@ def _beginnings() -> list[Claim]:
             "upcycling",
             "He et al. 2024",
             ("Granular experts (2) help", "granularity 2", "vanilla"),
+        ),
+        *_claims(
+            "upcycling",
+            "He et al. 2024",
             ("Noise of 1 % on copies helps", "noise 0.01", "vanilla"),
             ("Noise of 10 % on copies helps", "noise 0.1", "vanilla"),
+            about="Noise on copies helps",
         ),
         *_claims("upcycling", "mergekit", ("Routers from texts of the domains help", texts, "vanilla, 3 experts")),
         *_claims(
@@ -165,15 +213,18 @@ def _compressed() -> list[Claim]:
     for bits, plain in ((1, 3), (2, 4)):
         says = f"Deltas over the mean in {_bits(bits)} better than plain rounding to {plain} bits"
         deltas = _compression(f"quantised deltas {MEAN_BASE}", bits)
-        found.append(Claim("ours", says, deltas, _compression("plain quantisation", plain)))
+        about = "Deltas over the mean better than plain rounding to two bits more"
+        found.append(Claim("ours", says, deltas, _compression("plain quantisation", plain), about=about))
     for bits in (4, 2, 1):
         for base in (DENSE_BASE, MEAN_BASE):
             deltas = _compression(f"quantised deltas {base}", bits)
-            found.append(Claim("DeRS", f"Deltas {base} in {_bits(bits)} cost nothing", deltas, whole, no_worse))
+            says, about = f"Deltas {base} in {_bits(bits)} cost nothing", f"Deltas {base} in few bits cost nothing"
+            found.append(Claim("DeRS", says, deltas, whole, no_worse, about=about))
     for share in (0.6, 0.9, 0.99):
         dropped = _compression(f"random drops {DENSE_BASE}", share)
         says = f"{100 * share:g} % of the deltas {DENSE_BASE} dropped at random cost nothing"
-        found.append(Claim("DeRS", says, dropped, whole, no_worse))
+        about = f"Most of the deltas {DENSE_BASE} can be dropped at random"
+        found.append(Claim("DeRS", says, dropped, whole, no_worse, about=about))
     return found
 
 

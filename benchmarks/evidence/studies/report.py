@@ -12,9 +12,10 @@ from evidence.studies.figures import draw_claims, draw_dense_adapters
 from evidence.studies.noise_figure import draw_noise
 from evidence.studies.summary import mean_losses, spread
 from evidence.studies.variants import NOISE
-from evidence.studies.verdicts import effect, paired
+from evidence.studies.verdicts import AGREES, OPPOSITE, SMALL, UNDECIDED, better, discoveries, effect, paired
 from evidence.tables import markdown
 
+TOO_FEW = "not enough seeds"
 # Shape that the others of a study are held against.
 _REFERENCES = {"upcycling": "vanilla", "pesc": "LoRA 16", "perft": "as it is", "pilot": "as it is"}  # fmt: skip
 
@@ -49,11 +50,11 @@ def report(results: ResultsFile) -> str:
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
-    """The tables of BENCHMARKS.md, by the names of their blocks; of compressed models only the lowest losses.
+    """The tables of the pages, by the names of their blocks; of compressed models only the lowest losses.
 
     Of those that were asked questions, all that was measured.
     """
-    found = {"verdicts": claims_table(results)}
+    found = {"verdicts": claims_table(results), "in short": short_table(results)}
     for study in _REFERENCES:
         for scale in results.get(study) or {}:
             found[f"{study}, {scale}"] = "\n".join(study_tables(results, study, scale)).strip()
@@ -67,11 +68,34 @@ def claims_table(results: ResultsFile) -> str:
     rows = []
     for claim in CLAIMS:
         for setting, found in claim.effects(results):
-            verdict = claim.verdict(found, claim.least) if found.count > 2 else "not enough seeds"
+            verdict = claim.verdict(found, claim.least) if found.count > 2 else TOO_FEW
             count = f"{found.count}" if found.over == "seeds" else f"1, {found.count} {found.over}"
             rows.append((claim.paper, claim.says, setting, str(found), count, f"{claim.least:g}", verdict))
     head = ("paper", "claim", "setting", "effect, nats per token [95 %]", "seeds", "least of interest", "verdict")
     return markdown(head, rows)
+
+
+def short_table(results: ResultsFile) -> str:
+    """A row for every statement: of how many cases and settings each word is the verdict.
+
+    The last column: of the differences that are told, which a false-discovery rate of 5 % over the whole table leaves
+    (Benjamini and Hochberg 1995).
+    """
+    told = [(claim, found) for claim in CLAIMS for _, found in claim.effects(results)]
+    stays = dict(zip(map(id, (found for _, found in told)), discoveries([found for _, found in told]), strict=True))
+    by_statement: dict[tuple[str, str], list[tuple[str, bool | None]]] = {}
+    for claim, found in told:
+        word = claim.verdict(found, claim.least) if found.count > 2 else TOO_FEW
+        # That something is as good is no difference, so that it cannot be a false one.
+        tells = word == OPPOSITE or (word == AGREES and claim.verdict is better)
+        by_statement.setdefault((claim.paper, claim.statement), []).append((word, stays[id(found)] if tells else None))
+    rows = []
+    for (paper, statement), cases in by_statement.items():
+        words = [word for word, _ in cases]
+        differ = [left for _, left in cases if left is not None]
+        counts = (str(words.count(word) or "") for word in (AGREES, SMALL, OPPOSITE, UNDECIDED))
+        rows.append((paper, statement, str(len(words)), *counts, f"{sum(differ)} of {len(differ)}" if differ else ""))
+    return markdown(("paper", "claim", "cases", AGREES, SMALL, OPPOSITE, UNDECIDED, "stay at 5 % false"), rows)
 
 
 def study_tables(results: ResultsFile, study: str, scale: str) -> Iterator[str]:

@@ -48,6 +48,25 @@ def effect(differences: Sequence[float]) -> Effect | None:
     return Effect(mean, float(low), float(high), count)
 
 
+def discoveries(found: Sequence[Effect], rate: float = 0.05) -> list[bool]:
+    """Which effects differ from 0 at a false-discovery rate over all of them (Benjamini and Hochberg 1995).
+
+    One of a single pair is none.
+    """
+    chances = [chance_of(one) for one in found]
+    return [bool(adjusted <= rate) for adjusted in stats.false_discovery_control(chances)] if found else []
+
+
+def chance_of(found: Effect) -> float:
+    """The chance of a mean as far from 0 as this one where there is no effect (Student's t, both sides)."""
+    if not math.isfinite(found.low):
+        return 1.0
+    error = (found.high - found.low) / 2 / stats.t.ppf((1 + _CONFIDENCE) / 2, found.count - 1)
+    if error == 0:
+        return 0.0 if found.mean else 1.0
+    return float(2 * stats.t.sf(abs(found.mean) / error, found.count - 1))
+
+
 def paired(these: Mapping[str, float], those: Mapping[str, float]) -> list[float]:
     """What these have more than those, seed by seed: start and order of the text are then no part of the spread."""
     return [value - those[seed] for seed, value in these.items() if seed in those]
