@@ -128,6 +128,26 @@ def test_one_seed_decides_nothing():
     assert verdicts.effect([]) is None
 
 
+@given(st.lists(st.lists(st.floats(-0.1, 0.1), min_size=3, max_size=5), min_size=1, max_size=6))
+def test_chances_agree_with_intervals_and_many_effects_are_told_less_easily(several):
+    found = [verdicts.effect(differences) for differences in several]
+    apart = [one.low > 0 or one.high < 0 for one in found]
+    for one, is_apart in zip(found, apart, strict=True):
+        chance = verdicts.chance_of(one)
+        assert math.isclose(chance, 0.05, rel_tol=1e-6) or (chance < 0.05) == is_apart
+        assert verdicts.discoveries([one]) == [chance <= 0.05]
+    for told, is_apart in zip(verdicts.discoveries(found), apart, strict=True):
+        assert is_apart or not told
+
+
+def test_one_small_chance_among_many_is_no_discovery():
+    clear, weak, none = ([-0.5, -0.51, -0.49, -0.5], [-0.5, -0.1, -0.4, -0.2], [-0.5, 0.5, 0.1, -0.1])
+    told = [verdicts.effect(one) for one in (clear, weak, *[none] * 8)]
+    assert verdicts.discoveries(told[:2]) == [True, True]
+    assert verdicts.discoveries(told) == [True] + [False] * 9
+    assert verdicts.chance_of(verdicts.effect([-0.5])) == 1.0
+
+
 def test_every_claim_is_about_what_the_plan_measures():
     measured = set()
     for study in studies(PLACE):

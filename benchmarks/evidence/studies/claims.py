@@ -90,6 +90,12 @@ def _deltas() -> list[Claim]:
         *_claims(
             "upcycling",
             "DeRS",
+            *((f"LM r={rank}: as good as rank 64", f"LM r={rank}", "LM r=64", no_worse) for rank in (1, 4, 16)),
+            about="Low ranks are as good as a rank of 64",
+        ),
+        *_claims(
+            "upcycling",
+            "DeRS",
             ("The universal FFN can be one more delta", "LM r=4, extended", "LM r=4, universal", no_worse),
         ),
         *_claims("upcycling", "ours", ("A universal FFN beside the experts helps", "LM r=4, universal", "LM r=4")),
@@ -138,6 +144,25 @@ def _perft() -> list[Claim]:
             "PERFT-R 8/8 r=8",
             no_worse,
         ),
+    )
+    ranks = (2, 4, 8, 16, 32, 64)
+    found += _claims(
+        "perft",
+        "PERFT",
+        *(
+            (f"S of rank {low} better than S of rank {high}", f"PERFT-S r={low}", f"PERFT-S r={high}")
+            for low, high in zip(ranks, ranks[2:], strict=False)
+        ),
+        about="S gets worse with its rank",
+    ) + _claims(
+        "perft",
+        "PERFT",
+        *(
+            (f"S better than D of {count} adapters, rank {rank}", f"PERFT-S r={rank}", f"PERFT-D {count} r={rank}")
+            for count in (2, 4)
+            for rank in (2, 8, 32)
+        ),
+        about="Several dense adapters are worse than one of their rank",
     )
     ours = _claims(
         "perft",
