@@ -38,7 +38,8 @@ class Section:
 
     Attributes:
       name: of the file of results, of the section's tables and of its page.
-      command: makes all its figures again, in the root of a checkout; DATA is the folder that the program describes.
+      command: makes all its figures again, in the root of a checkout, or several do so, joined by `&&`; words in
+        capitals are places that `run_all.py` describes.
       sources: files and folders that the figures depend on; what only writes tables is not among them.
       opened: the file of results in a folder.
       tables: makes the tables from the results, by the names of their blocks.
@@ -72,12 +73,11 @@ def all_blocks(folder: Path = RESULTS) -> Mapping[str, str]:
 def made_line(section: Section, results: ResultsFile, root: Path = ROOT) -> str:
     """With what command the figures of a section were made, at what commit, and how many its code has had since."""
     stamps = [stamp for stamp, _ in results.made()]
-    since = [n for stamp in stamps if stamp.commit and (n := commits_since(stamp.commit, section.sources, root))]
     oldest = min(stamps, key=lambda stamp: stamp.date)
-    some = (
-        f", the oldest of {len(stamps)} stamps in `benchmarks/results/{section.name}.json`" if len(stamps) > 1 else ""
-    )
-    age = f"; {max(since)} commits since in the code that it measures" if since else ""
+    file = f"benchmarks/results/{section.name}.json"
+    some = f", the oldest of {len(stamps)} stamps in `{file}`" if len(stamps) > 1 else ""
+    since = commits_since(oldest.commit, section.sources, root) if oldest.commit else None
+    age = f"; {since} commits since in the code that it measures" if since else ""
     return f"Command: `{section.command}`. Measured at {oldest.short_line}{some}{age}."
 
 
@@ -177,7 +177,8 @@ SECTIONS = (
     ),
     _program(
         "lm_eval_parity",
-        "python benchmarks/lm_eval_parity.py MODEL DATA",
+        "python benchmarks/lm_eval_parity.py MODEL DATA"
+        " && python benchmarks/lm_eval_parity.py MODEL DATA --exact --only piqa_local",
         ("moe_jax/harness", *_MODEL),
         layouts.LM_EVAL_LIKELIHOODS,
         layouts.LM_EVAL_EXACT,
@@ -185,7 +186,7 @@ SECTIONS = (
     ),
     _program(
         "vllm_parity",
-        "python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON",
+        "python benchmarks/vllm_parity.py DATA EXPORTS --vllm VLLM",
         (
             "moe_jax/conversion/to_hugging_face.py",
             "moe_jax/conversion/formats/coded_parts.py",
@@ -210,13 +211,14 @@ SECTIONS = (
     ),
     _program(
         "four_bits",
-        "python benchmarks/four_bits.py DATA MODEL --llmc PYTHON --work WORK",
+        "python benchmarks/four_bits.py DATA MODEL --llmc LLMC --work WORK",
         ("moe_jax/conversion", "moe_jax/compression/calibration", "moe_jax/compression/coding", *_MODEL),
         layouts.FOUR_BITS,
     ),
     Section(
         "whole_models",
-        "python benchmarks/whole_models.py DATA --work WORK --models NAME=MODEL ... --llmc PYTHON --questions 1000",
+        "python benchmarks/whole_models.py DATA --work WORK "
+        "--models stories260K-MoE Llama-d256-MoE SmolLM2-MoE=MOE --llmc LLMC --questions 1000",
         (
             *("benchmarks/whole_models.py", "benchmarks/evidence/llm_compressor_worker.py"),
             *(f"benchmarks/evidence/whole_models/{name}.py" for name in ("entries", "peers", "scores", "task")),
@@ -308,7 +310,8 @@ SECTIONS = (
     ),
     _program(
         "true_layers",
-        "python benchmarks/true_layers.py",
+        "python benchmarks/true_layers.py && python benchmarks/true_layers.py --exact"
+        " && python benchmarks/true_layers.py --calibrated && python benchmarks/true_layers.py --compile h100:1",
         ("moe_jax/compression",),
         layouts.TRUE_LAYERS,
         layouts.TRUE_EXACT,
@@ -317,7 +320,7 @@ SECTIONS = (
     ),
     _reported(
         "barycenter",
-        "python benchmarks/barycenter.py DATA --models MODEL ...",
+        "python benchmarks/barycenter.py DATA --models MOES",
         ("moe_jax/compression", "benchmarks/barycenters/clouds.py", "benchmarks/barycenters/others.py"),
         barycenters.report.Results,
         barycenters.report.report,
@@ -410,7 +413,7 @@ SECTIONS = (
     ),
     _program(
         "picture_data",
-        "python benchmarks/picture_data.py LANGUAGE_MODEL TOWER",
+        "python benchmarks/picture_data.py MODEL TOWER",
         ("moe_jax/images", "moe_jax/data/pictures", "moe_jax/data/packing.py", "moe_jax/model_io/frozen_tower.py"),
         layouts.PICTURES_READ,
         layouts.PICTURE_SHARE,

@@ -133,7 +133,7 @@ def test_every_figure_has_a_commit_and_a_program(section: Section):
         assert re.fullmatch(r"[0-9a-f]{40}", stamp.commit or "")
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", stamp.date) and stamp.machine and "jax" in stamp.versions
         assert not stamp.uncommitted, "figures of code that was never committed cannot be made again"
-    assert min(made, key=lambda one: one[0].date)[0].commit[:7] in line
+    assert min((stamp for stamp, _ in made), key=lambda stamp: stamp.date).commit[:7] in line
 
 
 def test_commits_of_figures_are_in_the_history():
