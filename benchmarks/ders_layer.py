@@ -1,6 +1,6 @@
 """One MoE layer with DeRS deltas against the dense FFN and against full experts: time, memory, decoding.
 
-    python benchmarks/ders_layer.py [--rounds 5] [--only time|memory|decode] [--out benchmarks/results]
+    python benchmarks/ders_layer.py [--rounds 5] [--only time|memory|decode|restore] [--out benchmarks/results]
 
 d 1024, f 2816 (gated), 8 experts, 4096 tokens, float32.
 
@@ -9,6 +9,8 @@ d 1024, f 2816 (gated), 8 experts, 4096 tokens, float32.
 - memory: what the compiled training step (gradient and AdamW) of the layer holds, from the compiler.
 - decode: one step of 1 and of 8 tokens, top-2: full experts against a base with quantised deltas; the bytes of
   parameters that have to be read, and the time.
+- restore: the time that it takes to make the kernels of all experts of what is stored around a centre, beside the time
+  of the layer of full experts for 4096 tokens, top-2, as ResMoE's authors compare it (arXiv 2503.06881, run time).
 
 OUT receives `ders_layer.json`.
 """
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from evidence.layouts import LAYER_MEMORY, LAYER_TIME, layer_decoding
+from evidence.layouts import LAYER_MEMORY, LAYER_RESTORED, LAYER_TIME, layer_decoding
 from evidence.results import RESULTS, Figures
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
@@ -177,10 +179,40 @@ def measure_decode(figures: Figures, rounds: int) -> None:
         print(table.text(figures))
 
 
+RESTORED = {
+    "a quarter, pruned": BankConfig(kind="sparse", rate=0.75, encoding="bitmap"),
+    "a quarter, low rank": BankConfig(kind="low-rank", rank=D_MODEL * HIDDEN // (4 * (D_MODEL + HIDDEN))),
+    "4 bits": BankConfig(kind="quantized", bits=4, group_size=128),
+    "2 bits": BankConfig(kind="quantized", bits=2, group_size=128),
+}
+
+
+def measure_restore(figures: Figures, rounds: int) -> None:
+    def made(bank: ExpertBank) -> list[dict[str, jax.Array]]:
+        return [bank.kernels(expert) for expert in range(EXPERTS)]
+
+    x, routing = inputs(TOKENS, 2)
+    programs = {}
+    for name, config in {"layer": BankConfig(), **RESTORED}.items():
+        graphdef, state = nnx.split(fresh_bank(config))
+        if name == "layer":
+            run = jax.jit(lambda state, graphdef=graphdef: nnx.merge(graphdef, state)(x, routing))
+        else:
+            run = jax.jit(lambda state, graphdef=graphdef: made(nnx.merge(graphdef, state)))
+        programs[name] = lambda run=run, state=state: run(state)
+    seconds = {name: statistics.median(values) for name, values in interleaved(programs, rounds).items()}
+    print(f"\nrestoring {EXPERTS} experts; the layer takes {1e3 * seconds['layer']:.0f} ms for {TOKENS} tokens\n")
+    figures.put_rows(
+        LAYER_RESTORED.name,
+        [[name, 1e3 * seconds[name], 1e3 * seconds["layer"], seconds[name] / seconds["layer"]] for name in RESTORED],
+    )
+    print(LAYER_RESTORED.text(figures))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("time", "memory", "decode"))
+    parser.add_argument("--only", choices=("time", "memory", "decode", "restore"))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     ask_for_huge_pages()  # as commands do
@@ -192,6 +224,8 @@ def main() -> None:
         measure_memory(figures)
     if options.only in (None, "decode"):
         measure_decode(figures, options.rounds)
+    if options.only in (None, "restore"):
+        measure_restore(figures, options.rounds)
 
 
 if __name__ == "__main__":

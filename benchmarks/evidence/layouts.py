@@ -54,6 +54,13 @@ LAYER_MEMORY = Table(
 )
 
 
+LAYER_RESTORED = Table(
+    "restored",
+    ("residuals of all experts", "to restore them, ms", "the layer, ms", "of the layer"),
+    ("{}", "{:.0f}", "{:.0f}", "{:.2f}"),
+)
+
+
 def layer_decoding(tokens: int) -> Table:
     """Decoding of so many tokens."""
     head = ("experts", "MB read", "of full", "ms", "of full")

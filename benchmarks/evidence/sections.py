@@ -256,6 +256,7 @@ SECTIONS = (
         layouts.LAYER_MEMORY,
         layouts.layer_decoding(1),
         layouts.layer_decoding(8),
+        layouts.LAYER_RESTORED,
     ),
     _program(
         "pods",
