@@ -4,6 +4,7 @@ A page is a Jinja template. In it stand
 
     {{ made("NAME") }}                                    the command of a section, and how old its figures are
     {{ table("NAME", "BLOCK") }}                          a table of the section
+    {% for block in blocks("NAME") %}                     the names of all tables of the section
     {{ cell("NAME", "BLOCK", "ROW", "COLUMN") }}          one cell of it, as it is written there
     {{ number("NAME", "BLOCK", "ROW", "COLUMN") }}        the first number in that cell, to calculate with
     {{ span("NAME", "BLOCK", "COLUMN", chip=["v5e"]) }}   the least and the greatest cell of a column, of such rows
@@ -73,6 +74,7 @@ class Filled:
         found.globals |= {
             "made": self._made,
             "table": self._table,
+            "blocks": self._blocks,
             "cell": self._cell,
             "number": self._number,
             "span": self._span,
@@ -111,10 +113,13 @@ class Filled:
         self.used.add(f"{name}: {block}")
         return self._block(name, block)
 
+    def _blocks(self, name: str) -> list[str]:
+        return [full.removeprefix(f"{name}: ") for full in self.blocks if full.startswith(f"{name}: ")]
+
     def _block(self, name: str, block: str) -> str:
         full = f"{name}: {block}"
         if full not in self.blocks:
-            some = ", ".join(other for other in self.blocks if other.startswith(f"{name}: "))
+            some = ", ".join(self._blocks(name))
             raise PageError(f"there is no table {full!r}; there are {some or 'none of that name'}")
         return self.blocks[full]
 
