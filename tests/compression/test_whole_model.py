@@ -39,7 +39,8 @@ def test_a_model_in_codes_is_its_decoded_self_and_its_scales_learn(coded, window
     whole = without_codes(source)
     assert not whole.config.codes and linear_maps(whole.config) and not linear_maps(source.config)
     moe_jax.export(coded, tmp_path / "hf")
-    assert np.array_equal(ours, logits(tmp_path / "hf", windows))
+    decoded = logits(tmp_path / "hf", windows)  # products of codes may be summed in another order
+    np.testing.assert_allclose(ours, decoded, rtol=0, atol=1e-5 * np.abs(decoded).max())
     tokens = jnp.asarray(windows)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     loss, grads = nnx.value_and_grad(lambda decoder: decoder.loss(batch))(moe_jax.load(coded).decoder)
