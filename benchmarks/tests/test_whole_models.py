@@ -117,10 +117,36 @@ def test_it_stops_in_time_and_does_what_is_named(monkeypatch, results, tmp_path)
     assert _asked(monkeypatch, results, tmp_path, only=[name]) == ([(WHOLE, 0), (name, 0)], True)
 
 
+def test_another_training_of_a_model_has_a_whole_model_of_its_own(monkeypatch, results, tmp_path):
+    one, other = PEERS[0].label, PEERS[1].label
+    assert _asked(monkeypatch, results, tmp_path, only=[one])[0] == [(WHOLE, 0), (one, 0)]
+    assert _asked(monkeypatch, results, tmp_path, only=[one, other], fingerprint="g")[0] == [(WHOLE, 0), (other, 0)]
+    wholes = results.get(MODELS, "a", WHOLE)
+    assert {number: whole["fingerprint"] for number, whole in wholes.items()} == {"0": "f", "1": "g"}
+    assert _asked(monkeypatch, results, tmp_path, only=[one, other]) == ([], True)
+
+
 def test_results_of_another_model_are_not_gone_on_with(monkeypatch, results, tmp_path):
     _asked(monkeypatch, results, tmp_path, only=[])
+    results.get(MODELS, "a", WHOLE, "0")["losses"][TEXTS[0]] += 0.01
     with pytest.raises(SystemExit, match="of another model"):
         _asked(monkeypatch, results, tmp_path, fingerprint="g")
+
+
+def test_what_is_added_is_that_over_the_whole_model_of_its_training(results):
+    _scored(results, {PEERS[0].label: [np.full(9, 0.5)], PEERS[1].label: [np.full(9, 0.5)]})
+    before = tables(results)["a"]
+    whole = results.get(MODELS, "a", WHOLE, "0")
+    other = json.loads(json.dumps(whole))
+    run = results.get(MODELS, "a", PEERS[1].label, "0")
+    for text in TEXTS:
+        for one in (other, run):
+            one["losses"][text] += 0.002
+            one["window_losses"][text] = [loss + 0.002 for loss in one["window_losses"][text]]
+    results.put(MODELS, "a", WHOLE, "1", value=other)
+    assert tables(results)["a"] != before
+    run[study.TRAINING] = 1
+    assert tables(results)["a"] == before
 
 
 def test_prompts_are_stretches_of_windows_each_once(monkeypatch, tmp_path):

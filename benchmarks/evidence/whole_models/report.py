@@ -12,7 +12,7 @@ from evidence.whole_models.entries import ENTRIES, OURS, PEERS, TRIES, WHOLE, En
 from evidence.whole_models.picture import draw
 from evidence.whole_models.scores import NEW_TOKENS
 from evidence.whole_models.small_models import TEXTS
-from evidence.whole_models.study import MODELS, NAME, REFUSED, WholeModelsFile
+from evidence.whole_models.study import MODELS, NAME, REFUSED, TRAINING, WholeModelsFile
 
 WINS, LOSES, UNDECIDED = "wins", "loses", "cannot decide"
 _HEAD = ("", "MB", "bits per weight")
@@ -65,7 +65,31 @@ def points(results: WholeModelsFile, model: str) -> Iterator[Point]:
     for entry in ENTRIES:
         runs = results.get(MODELS, model, entry.label) or {}
         if "0" in runs and REFUSED not in runs["0"]:
-            yield Point(entry, runs)
+            yield Point(entry, {draw: _of_first_training(run, results, model) for draw, run in runs.items()})
+
+
+def _of_first_training(run: dict[str, Any], results: WholeModelsFile, model: str) -> dict[str, Any]:
+    """Moves the losses of a run by what the whole model of the first training loses more than that of its own.
+
+    So what is added to the loss stays that over its own whole model, and entries of several trainings can stand beside
+    each other. Divergences and tokens alike are those from its own whole model anyway.
+    """
+    first, own = (results.get(MODELS, model, WHOLE, str(number)) for number in (0, run.get(TRAINING, 0)))
+    if own is first:
+        return run
+    losses = {text: loss - own["losses"][text] + first["losses"][text] for text, loss in run["losses"].items()}
+    moved: dict[str, Any] = {"losses": losses}
+    if "window_losses" in run:
+        moved["window_losses"] = {
+            text: [
+                loss - before + at_first
+                for loss, before, at_first in zip(
+                    windows, own["window_losses"][text], first["window_losses"][text], strict=True
+                )
+            ]
+            for text, windows in run["window_losses"].items()
+        }
+    return run | moved
 
 
 def write_report(results: WholeModelsFile, out: Path) -> str:

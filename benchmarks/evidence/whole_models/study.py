@@ -15,6 +15,9 @@ from evidence.whole_models.task import DRAWS, RefusedError, Task
 NAME = "whole_models"
 MODELS = "models"
 REFUSED = "refused"
+TRAINING = "training"
+SAME = 0.003
+"""Nats per token that the losses of models of one training may differ."""
 
 
 class WholeModelsFile(ResultsFile):
@@ -42,34 +45,41 @@ def do_entries(
     Returns:
       Whether nothing is left to do.
     """
-    for task in tasks:
-        _check_same_model(task, results)
     for draw in DRAWS[:draws]:
         for task in tasks:
             for entry in _open(task, results, only, draw):
                 if time.monotonic() > until:
                     return False
-                label = WHOLE if entry is None else entry.label
+                label, number = (WHOLE, _training(task, results)) if entry is None else (entry.label, draw)
                 found = measured(task, entry, draw, results)
-                results.put(MODELS, task.name, label, str(draw), value=found)
+                if entry is None:
+                    _check_same_model(task, found, results)
+                results.put(MODELS, task.name, label, str(number), value=found)
                 print(f"{task.name}, {label}, draw {draw}: {_line(found)}", flush=True)
     return True
 
 
-def _check_same_model(task: Task, results: WholeModelsFile) -> None:
-    """Training a model again gives another one on another processor.
+def _training(task: Task, results: WholeModelsFile) -> int:
+    """Returns the number of the training that a model is of.
 
-    Raises:
-      SystemExit: if results of this name are of another model.
+    The same training gives models that differ a little on processors that round sums otherwise, and one machine does
+    not keep a model for another. So the results of a model may be of several trainings, each with its whole model.
     """
-    whole = results.get(MODELS, task.name, WHOLE, "0")
-    if whole is not None and whole.get("fingerprint") != task.fingerprint:
+    wholes = results.get(MODELS, task.name, WHOLE) or {}
+    known = [whole["fingerprint"] for whole in wholes.values()]
+    return known.index(task.fingerprint) if task.fingerprint in known else len(known)
+
+
+def _check_same_model(task: Task, whole: dict[str, Any], results: WholeModelsFile) -> None:
+    """Raises `SystemExit` if a whole model loses more or less than the same training did before."""
+    first = results.get(MODELS, task.name, WHOLE, "0") or whole
+    if any(abs(loss - first["losses"][text]) > SAME for text, loss in whole["losses"].items()):
         raise SystemExit(f"the results of {task.name} are of another model than {task.model}; take them out first")
 
 
 def _open(task: Task, results: WholeModelsFile, only: Sequence[str] | None, draw: int) -> Iterator[Entry | None]:
     """Entries that are not done; None stands for the model as it is."""
-    if results.get(MODELS, task.name, WHOLE) is None:
+    if results.get(MODELS, task.name, WHOLE, str(_training(task, results))) is None:
         yield None
     for entry in ENTRIES:
         if only is not None and entry.label not in only:
@@ -90,8 +100,9 @@ def measured(task: Task, entry: Entry | None, draw: int, results: WholeModelsFil
 
     Returns:
       bytes: of its tensors as stored. bits_per_weight: of the whole model. seconds: that it took to make. room: the
-      bytes that it was to have at most, if any. note: versions of what made it. What `scores` gives; of later draws
-      no windows and no prompts. Or `refused` alone: why there is no such model.
+      bytes that it was to have at most, if any. note: versions of what made it. training: which one the model is of,
+      if it is not the first. What `scores` gives; of later draws no windows and no prompts. Or `refused` alone: why
+      there is no such model.
     """
     if entry is None:
         path, about = task.model, {"weights": task.weights, "experts": task.experts, "sizes": vars(task.sizes)}
@@ -107,6 +118,7 @@ def measured(task: Task, entry: Entry | None, draw: int, results: WholeModelsFil
     seconds = round(time.monotonic() - start, 1)
     found = _sized(task, target) | {"seconds": seconds, "note": note} | ({"room": room} if room else {})
     found |= scores(task, target, probes=draw == 0, asked=draw == 0 and entry.asked)
+    found |= {TRAINING: training} if (training := _training(task, results)) else {}
     if draw:
         del found["window_losses"], found["window_kl"]
     _remove(target)
