@@ -99,7 +99,8 @@ def test_the_tower_stays_as_it_was_and_the_projector_learns(folder, whole):
     assert "vision/projector/0/kernel" in changed and "layers/1/mlp/up/kernel" in changed
 
 
-@pytest.mark.parametrize("cached", [pytest.param(False, marks=long, id="pixels"), pytest.param(True, id="features")])
+@long  # of texts `training/run/test_runs.py` has one
+@pytest.mark.parametrize("cached", [False, True], ids=["pixels", "features"])
 def test_a_run_goes_on_bit_for_bit(folder, tmp_path, cached):
     settings = [f"data.feature_cache={tmp_path / 'cache'}"] if cached else []
     once = trained(folder, tmp_path / "once", *settings)

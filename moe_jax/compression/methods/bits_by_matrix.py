@@ -31,6 +31,7 @@ from moe_jax.compression.budget import (
     ways,
 )
 from moe_jax.compression.calibration.map_analysis import BITS, MapAnalysis
+from moe_jax.compression.calibration.recording import NOT_YET_RECORDED
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.linear_maps import usual_codes
@@ -68,6 +69,14 @@ from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
 from moe_jax.experts.forms.coding import Layout, own_of
 from moe_jax.models import MoEConfig
+
+
+def _sensitivities_of(layer: SourceLayer) -> Mapping[str, float]:
+    """Returns what an error of the outputs of every matrix costs; raises `InputError` if the calibration has it not."""
+    assert layer.calibration is not None
+    if layer.calibration.sensitivities is None:
+        raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
+    return layer.calibration.sensitivities
 
 
 def map_candidates(rest: Rest, analysis: MapAnalysis, options: Mapping[str, Any]) -> dict[int, list[Candidate]]:
@@ -139,8 +148,11 @@ class Allocate(AllocateOptions, Method):
         return (*in_codes, *(Choice(centre, None, keep=keep) for centre, keep in FACTORED))
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """Also that the smallest candidates are within the budget."""
+        """Also that it is known how much depends on layers, and that the smallest candidates are within the budget."""
         check_calibrated(layers)
+        for layer in layers:
+            if layer.calibration is not NOT_YET_RECORDED:
+                _sensitivities_of(layer)
         if self.of != "experts":
             return
         chosen = smallest(self._layers_without_errors(layers))
@@ -294,10 +306,7 @@ class Allocate(AllocateOptions, Method):
 
         Raises `InputError` if the calibration does not say how much depends on the layer.
         """
-        assert layer.calibration is not None
-        sensitivities = layer.calibration.sensitivities
-        if sensitivities is None:
-            raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
+        sensitivities = _sensitivities_of(layer)
         return np.array([[[sensitivities[name]]] for name in layer.shapes]) * analysis["errors"]
 
     def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:

@@ -150,6 +150,7 @@ def test_pictures_in_another_folder_in_lists_and_in_documents(llava, folder, cap
     assert written(capsys, llava, folder) != with_names  # their order matters
 
 
+@long
 def test_a_chat_template_that_takes_pictures_as_parts(llava, folder, capsys):
     seen = shutil.copytree(llava, folder / "chats")
     (seen / "chat_template.jinja").write_text(
