@@ -18,7 +18,7 @@ from evidence.stamp import ROOT
 
 DOCUMENT = ROOT / "BENCHMARKS.md"
 GUIDE = ROOT / "docs" / "guides" / "choose-a-method.md"
-_ADVICE = re.compile(r"(?<=<!-- advice -->\n\n).*?(?=\n\n<!-- end of advice -->)", re.DOTALL)
+_ADVICE = re.compile(r"(?<=<!-- advice -->\n).*(?=<!-- end of advice -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -42,7 +42,8 @@ def main() -> None:
 def documents(filled: Filled) -> dict[Path, str]:
     """Returns the files that are made of results, with what is to stand in them."""
     advice = filled.page(ADVICE).strip()
-    guide = _ADVICE.sub(lambda _: advice, GUIDE.read_text("utf-8"))
+    guide, places = _ADVICE.subn(lambda _: f"\n{advice}\n\n", GUIDE.read_text("utf-8"))
+    assert places == 1, f"{GUIDE} has no place for the table of advice"
     return {DOCUMENT: filled.page(OVERVIEW), GUIDE: guide} | reports()
 
 

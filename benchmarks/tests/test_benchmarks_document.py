@@ -39,6 +39,7 @@ def test_documents_are_what_the_results_say(filled: Filled):
     written = document.documents(filled)
     assert not document.out_of_step(written), "python benchmarks/document.py writes these again"
     assert {document.DOCUMENT, document.GUIDE, RESULTS / "claims.md"} <= set(written)
+    assert filled.page(pages.ADVICE).strip() in written[document.GUIDE]
 
 
 def test_the_overview_is_short_and_leads_to_a_page_for_every_section(filled: Filled):
