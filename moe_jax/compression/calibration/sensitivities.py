@@ -226,7 +226,7 @@ def measure_sensitivities(
 ) -> dict[int, dict[str, float]]:
     """Returns the divergence, nats per token, per unit of `output_error(...)`; by layer index and name of the matrix.
 
-    The source has full experts, and `calibration` gives that of an MoE layer. Of the windows the first 2048 tokens are
+    The source has full experts, and `calibration` gives that of an MoE layer. Of the windows the first 1024 tokens are
     enough. The other arguments are those of `recording.record`.
 
     Raises:
