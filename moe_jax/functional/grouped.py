@@ -199,16 +199,18 @@ def row_by_row(
     lhs: Float[Array, "M k"],
     group_sizes: Int[Array, " E"],
     width: int,
-    product: Callable[[Float[Array, "1 k"], Int[Array, ""]], Float[Array, "1 n"]],
+    product: Callable[[Float[Array, "m k"], Int[Array, ""]], Float[Array, "m n"]],
 ) -> Float[Array, "M n"]:
     """Does what `looped_product` does without making kernels, for few rows: each is multiplied by itself; float32.
 
+    Where there is a single group, all rows are multiplied together.
+
     Args:
       lhs, group_sizes, width: see there. Rows beyond their sum give anything.
-      product: of a row with the kernel of a group.
+      product: of rows with the kernel of a group.
     """
     if group_sizes.shape[0] == 1:  # a loop would take longer than what is in it
-        return jnp.concatenate([product(row, jnp.zeros((), jnp.int32)) for row in jnp.split(lhs, lhs.shape[0])])
+        return product(lhs, jnp.zeros((), jnp.int32))
     ends = jnp.cumsum(group_sizes)
     groups = jnp.searchsorted(ends, jnp.arange(lhs.shape[0], dtype=ends.dtype), side="right", method="compare_all")
 

@@ -58,7 +58,7 @@ BLOCK_ENTRIES = 1 << 26
 # would be made again for every 128 rows.
 FEW_ROWS = 128
 
-# On a CPU, most rows in all for which no kernel is made where that can be done without (`Tiles.product_of_row`): with
+# On a CPU, most rows in all for which no kernel is made where that can be done without (`Tiles.product_of_rows`): with
 # more it is faster to make a kernel once. Of several experts that is later, as each has a part of the rows (measured).
 FEW_ROWS_ON_CPU, FEW_ROWS_OF_ONE_EXPERT = 16, 4
 
@@ -103,15 +103,15 @@ class Tiles(abc.ABC):
           start, width: which columns.
         """
 
-    def product_of_row(
-        self, row: Float[Array, "1 i"], arrays: Stacked, expert: Int[Array, ""]
-    ) -> Float[Array, "1 o"] | None:
-        """Returns the product of a row with what is added to the base, or else the kernel; float32.
+    def product_of_rows(
+        self, rows: Float[Array, "M i"], arrays: Stacked, expert: Int[Array, ""]
+    ) -> Float[Array, "M o"] | None:
+        """Returns the product of few rows with what is added to the base, or else the kernel; float32.
 
         No kernel is made for it, as on a CPU it would be written to memory and read again. None: there is no such way.
 
         Args:
-          row: of one expert.
+          rows: of one expert.
           arrays: of all experts, by name.
           expert: which it is.
         """
@@ -249,7 +249,7 @@ def _looped_tiles(given: Operands, *, tiles: Tiles) -> Array:
 def _multiplies_rows(tiles: Tiles, given: Operands) -> bool:
     row = jax.ShapeDtypeStruct((1, given.lhs.shape[1]), given.lhs.dtype)
     expert = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.eval_shape(tiles.product_of_row, row, given.trained | given.fixed, expert) is not None
+    return jax.eval_shape(tiles.product_of_rows, row, given.trained | given.fixed, expert) is not None
 
 
 def _product_row_by_row(given: Operands, *, tiles: Tiles) -> Array:
@@ -257,7 +257,7 @@ def _product_row_by_row(given: Operands, *, tiles: Tiles) -> Array:
 
     def product(row: Array, e: Array) -> Array:
         arrays, at = of_this_turn(trained | fixed, e)
-        own = tiles.product_of_row(row, arrays, at)
+        own = tiles.product_of_rows(row, arrays, at)
         assert own is not None
         return own
 

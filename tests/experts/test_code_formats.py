@@ -69,18 +69,20 @@ PLAIN = {f"{bits} bits": Quantized(bits=bits, group_size=8) for bits in (1, 2, 3
     st.sampled_from(sorted(FORMATS | PLAIN)),
     st.integers(1, 7).map(lambda blocks: 8 * blocks),
     st.integers(1, 7),
+    st.integers(1, 5),
     st.integers(0, 99),
 )
-def test_a_row_needs_no_kernel(name, size, columns, seed):
+def test_few_rows_need_no_kernel(name, size, columns, count, seed):
     """The sums may be rounded in any order."""
     form, matrix = (FORMATS | PLAIN)[name], Matrix("up", (size, columns))
     leaves = random_leaves(form, matrix, seed, (2,))
-    row = normal(seed, 1, size)
+    rows = normal(seed, count, size)
     expected = decoded({name: leaf[1] for name, leaf in leaves.items()}, form, size)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packed_codes, "_TILE_BYTES", size)
-        got = jax.jit(form.product_of_row)(row, leaves, jnp.int32(1))
-    wide = np.asarray(row, np.float64)
+        for most in ("_TILE_BYTES", "_TILE_BYTES_OF_SEVERAL"):
+            patched.setattr(packed_codes, most, size * count)
+        got = jax.jit(form.product_of_rows)(rows, leaves, jnp.int32(1))
+    wide = np.asarray(rows, np.float64)
     # Of levels and scales: a zero point may cancel what it is taken from.
     largest = 2 ** (form.bits + 1) * np.max(np.abs(expected), initial=0) + 2 ** (form.bits + 1)
     np.testing.assert_allclose(got, wide @ expected, atol=2.0**-22 * size * float(np.max(np.abs(wide))) * largest)

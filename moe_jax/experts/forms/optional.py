@@ -54,14 +54,14 @@ class MadeInTriton(abc.ABC):
 
 
 class MultipliesRows(abc.ABC):
-    """Optional: a row is multiplied with what is stored, and no kernel is made; of few rows on a CPU."""
+    """Optional: rows are multiplied with what is stored, and no kernel is made; of few rows on a CPU."""
 
     @abc.abstractmethod
-    def product_of_row(self, row: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
+    def product_of_rows(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
         """The product with what is added to the base, or else with the kernel, float32; None: not with these options.
 
         Args:
-          row: of one expert [1, in].
+          rows: few, of one expert [M, in].
           arrays: of whole kernels, stacked over the experts.
           expert: which it is.
         """
@@ -91,10 +91,10 @@ class FormTiles(Tiles):
         window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, _own(arrays), window)
 
-    def product_of_row(self, row: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
+    def product_of_rows(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
         if ORIGIN in arrays or not isinstance(self.form, MultipliesRows):
             return None
-        return self.form.product_of_row(row, arrays, expert)
+        return self.form.product_of_rows(rows, arrays, expert)
 
     def fused(self) -> FusedTile | str:
         if isinstance(self.form, MadeInPallas):

@@ -131,10 +131,10 @@ class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTrit
             return numbers
         return numbers * repeat_over_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
 
-    def product_of_row(self, row: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
-        if self.own_bits or rows_of_block(row.shape[1], self.group_size) is None:
+    def product_of_rows(self, rows: Rows, arrays: Arrays, expert: Int[Array, ""]) -> Rows | None:
+        if self.own_bits or rows_of_block(rows.shape[1], self.group_size) is None:
             return None
-        wide = row.astype(jnp.float32)
+        wide = rows.astype(jnp.float32)
         by_expert = ((name, array) for name, array in arrays.items() if name != "codes")
         own = {name: lax.dynamic_index_in_dim(array, expert, keepdims=False) for name, array in by_expert}
         if self.row_scales:

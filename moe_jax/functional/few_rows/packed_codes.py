@@ -1,4 +1,4 @@
-"""The product of one row with a kernel in packed codes, of which no kernel is made (methods.md 4)."""
+"""The product of few rows with a kernel in packed codes, of which no kernel is made (methods.md 4)."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from moe_jax.functional.codes import Grid, columns_of, repeat_over_rows, select_
 from moe_jax.functional.grouped import over_columns
 
 _BLOCKS = (16, 8)  # rows of a kernel whose sum is written out; multiples of the codes of a word
-_TILE_BYTES = 1 << 20  # of sums over blocks: they stay in the cache
+_TILE_BYTES, _TILE_BYTES_OF_SEVERAL = 1 << 20, 1 << 19  # of sums over blocks: they stay in the cache
 _MOST_TERMS = 8
 
 
@@ -23,32 +23,38 @@ def rows_of_block(rows: int, group_size: int | None) -> int | None:
 
 
 def product_with_codes(
-    row: Float[Array, "1 i"],
+    rows: Float[Array, "M i"],
     packed: UInt8[Array, "E b o"],
     expert: Int[Array, ""],
     grid: Grid,
     bits: int,
     group_size: int | None,
-) -> Float[Array, "1 o"]:
-    """Returns the product with the kernel in codes of one expert, float32.
+) -> Float[Array, "M o"]:
+    """Returns the product of few rows with the kernel in codes of one expert, float32.
 
     A sum over a block of rows of the kernel is written out, term by term. XLA:CPU makes one loop of it, in which codes
     are read, unpacked, multiplied and added in registers. A product (`dot`) it would hand to a library, for which codes
     would have to be unpacked into memory first. What the levels of a group have in common, its scale above all, is
-    applied to the sums over blocks, which are much less.
+    applied to the sums over blocks, which are much less. Codes are unpacked for every row anew, which takes as long as
+    loops of their own would, but is one loop to compile.
 
     Args:
-      row: float32.
+      rows: float32.
       packed: codes of all experts, packed along the input axis.
       expert: whose kernel it is.
       grid: of this expert, with scales, and zero points if there are any, of groups.
       bits: of a code.
       group_size: rows of the kernel that share a scale; None: all. There has to be a `rows_of_block`.
     """
-    size, width = row.shape[1], packed.shape[2]
+    (count, size), width = rows.shape, packed.shape[2]
     block = rows_of_block(size, group_size)
     assert block is not None, (size, group_size)
-    blocks = row.reshape(-1, block)
+    # Blocks come first, as XLA:CPU divides the first axis among its threads.
+    blocks = rows.reshape(-1, block) if count == 1 else jnp.moveaxis(rows.reshape(count, -1, block), 0, 1)
+
+    def for_all(values: Array) -> Array:
+        """Returns values of blocks and columns, to be multiplied with those of all rows."""
+        return values if count == 1 else values[:, None]
 
     def of_columns(start: Array, width: int, out: Array) -> Array:
         def own(values: Array) -> Array:
@@ -61,15 +67,17 @@ def product_with_codes(
         if grid.zeros is not None:
             below = 2 * own(grid.zeros)
         else:
-            below = 2**bits - 1 + (scales < 0).astype(row.dtype)
+            below = 2**bits - 1 + (scales < 0).astype(rows.dtype)
         codes = _by_row_of_block(packed, (expert, start, width), bits, block)
-        sums = _summed([blocks[:, k, None] * _values_of(one, grid, bits) for k, one in enumerate(codes)])
+        sums = _summed([blocks[..., k, None] * for_all(_values_of(one, grid, bits)) for k, one in enumerate(codes)])
         if grid.table is None:  # levels are twice the codes less what all levels of a group lie below them
-            sums = 2 * sums - below * jnp.sum(blocks, axis=1, keepdims=True)
-        return lax.dynamic_update_slice_in_dim(out, _sum_of_blocks(scales * sums)[None], start, 1)
+            sums = 2 * sums - for_all(below) * jnp.sum(blocks, axis=-1, keepdims=True)
+        products = _sum_of_blocks(for_all(scales) * sums)
+        return lax.dynamic_update_slice_in_dim(out, products.reshape(count, -1), start, 1)
 
-    tile = min(width, max(1, _TILE_BYTES // (4 * blocks.shape[0])))
-    return over_columns(tile, width, of_columns, jnp.zeros((1, width), row.dtype))
+    most = _TILE_BYTES if count == 1 else _TILE_BYTES_OF_SEVERAL
+    tile = min(width, max(1, most // (4 * blocks.shape[0] * count)))
+    return over_columns(tile, width, of_columns, jnp.zeros((count, width), rows.dtype))
 
 
 def _values_of(codes: UInt8[Array, "*s"], grid: Grid, bits: int) -> Float[Array, "*s"]:
@@ -108,7 +116,7 @@ def _by_row_of_block(
             yield (shifted & of_word.dtype.type(2**bits - 1)).astype(jnp.uint8)
 
 
-def _sum_of_blocks(terms: Float[Array, "g o"]) -> Float[Array, " o"]:
+def _sum_of_blocks(terms: Float[Array, "g ..."]) -> Float[Array, "..."]:
     """Returns the sum, as operations on elements: XLA:CPU has a sum made by a library, which begins too slowly."""
     while (count := terms.shape[0]) > 1:
         # One long sum would take as long as two short ones, and many times as long to compile.
