@@ -149,6 +149,19 @@ def test_what_is_added_is_that_over_the_whole_model_of_its_training(results):
     assert tables(results)["a"] == before
 
 
+def test_a_peer_without_an_allocation_of_its_bytes_stands_beside_the_largest_smaller_one(results):
+    peers = [peer for peer in PEERS if size_of(peer) == peer.label][:3]
+    names = [f"allocate, bytes of {peer.label}" for peer in peers]
+    _scored(results, {name: [np.ones(9)] for name in (peers[2].label, *names[:2])})
+    for label, bits in ((peers[2].label, 5.0), (names[0], 4.5), (names[1], 5.5)):
+        results.get(MODELS, "a", label, "0")["bits_per_weight"] = bits
+    assert _cells(tables(results)["a, against"], f"{peers[2].whose}: {peers[2].label}")[1:4] == [
+        "5.000",
+        "allocate",
+        "4.500",
+    ]
+
+
 def test_prompts_are_stretches_of_windows_each_once(monkeypatch, tmp_path):
     windows = {name: np.arange(2 * 256).reshape(2, 256) + 1000 * number for number, name in enumerate(TEXTS)}
     asked = []

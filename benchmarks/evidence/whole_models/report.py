@@ -189,12 +189,16 @@ def _greedy(run: dict[str, Any]) -> str:
 
 
 def _against(every: Sequence[Point]) -> Iterator[list[str]]:
-    """Ours beside every peer: what was allocated within its bytes, and the same with plans that were tried."""
+    """Ours beside every peer: what was allocated within its bytes, and the same with plans that were tried.
+
+    Where nothing was allocated within just these bytes, the largest that was allocated within fewer.
+    """
     by_label = {point.entry.label: point for point in every}
     for peer in PEERS:
         theirs = by_label.get(peer.label)
         for tried in ("", f", {TRIES} tries"):
-            ours = by_label.get(f"allocate{tried}, bytes of {size_of(peer)}")
+            name = f"allocate{tried}, bytes of "
+            ours = by_label.get(f"{name}{size_of(peer)}") or _largest_below(theirs, name, every)
             if theirs is None or ours is None:
                 continue
             assert ours.entry.whose == OURS
@@ -212,6 +216,14 @@ def _against(every: Sequence[Point]) -> Iterator[list[str]]:
                 *(f"{ours.kl:.4f}", f"{theirs.kl:.4f}"),
                 *(str(diverges := more_divergence(ours, theirs)), verdict(found), verdict(diverges)),
             ]
+
+
+def _largest_below(theirs: Point | None, name: str, every: Sequence[Point]) -> Point | None:
+    """The largest entry whose label begins with a name and that has no more bytes than another."""
+    if theirs is None:
+        return None
+    some = [point for point in every if point.entry.label.startswith(name) and point.bits <= theirs.bits]
+    return max(some, key=lambda point: point.bits, default=None)
 
 
 def _more_by_draw(one: Point, other: Point, key: str) -> str:
