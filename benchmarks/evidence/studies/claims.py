@@ -61,31 +61,28 @@ def _claims(study: str, paper: str, *rows: tuple, about: str | None = None) -> l
     ]
 
 
+_DELTAS = {
+    "Low-rank deltas": [f"LM r={rank}" for rank in (1, 4, 16, 64)],
+    "Sparse deltas": [f"SM {share}" for share in ("0.9", "0.99", "0.999")],
+}
+
+
+def _of_deltas(about: str, row: Callable[[str], tuple]) -> Iterator[Claim]:
+    """A claim about every shape with deltas: `about` is the statement, with the kind of deltas in its place."""
+    for kind, shapes in _DELTAS.items():
+        yield from _claims("upcycling", "DeRS", *map(row, shapes), about=about.format(kind))
+
+
 def _deltas() -> list[Claim]:
-    low_rank = [f"LM r={rank}" for rank in (1, 4, 16, 64)]
-    sparse = [f"SM {share}" for share in ("0.9", "0.99", "0.999")]
-    by_kind = {"Low-rank deltas": low_rank, "Sparse deltas": sparse}
     return [
         *_claims("upcycling", "ours", ("Upcycled models beat the dense model trained as long", "vanilla", "as it is")),
-        *(
-            claim
-            for kind, shapes in by_kind.items()
-            for claim in _claims(
-                "upcycling",
-                "DeRS",
-                *((f"{shape}: as good as whole copies", shape, "vanilla", no_worse) for shape in shapes),
-                about=f"{kind} are as good as whole copies",
-            )
+        *_of_deltas(
+            "{} are as good as whole copies",
+            lambda shape: (f"{shape}: as good as whole copies", shape, "vanilla", no_worse),
         ),
-        *(
-            claim
-            for kind, shapes in by_kind.items()
-            for claim in _claims(
-                "upcycling",
-                "DeRS",
-                *((f"{shape}: to freeze the base costs", shape, f"{shape}, frozen base") for shape in shapes),
-                about=f"To freeze the base costs: {kind.lower()}",
-            )
+        *_of_deltas(
+            "{}: to freeze the base costs",
+            lambda shape: (f"{shape}: to freeze the base costs", shape, f"{shape}, frozen base"),
         ),
         *_claims(
             "upcycling",

@@ -95,7 +95,8 @@ def short_table(results: ResultsFile) -> str:
         differ = [left for _, left in cases if left is not None]
         counts = (str(words.count(word) or "") for word in (AGREES, SMALL, OPPOSITE, UNDECIDED))
         rows.append((paper, statement, str(len(words)), *counts, f"{sum(differ)} of {len(differ)}" if differ else ""))
-    return markdown(("paper", "claim", "cases", AGREES, SMALL, OPPOSITE, UNDECIDED, "stay at 5 % false"), rows)
+    head = ("paper", "claim", "cases", AGREES, SMALL, OPPOSITE, UNDECIDED, "left at 5 % false discoveries")
+    return markdown(head, rows)
 
 
 def study_tables(results: ResultsFile, study: str, scale: str) -> Iterator[str]:

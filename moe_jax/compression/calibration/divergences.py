@@ -26,9 +26,7 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models.config import ModelConfig
 
 MOST_TOKENS = 1024
-"""So many tokens of a text are enough: an allocation changes in second order with how much depends on its parts. On
-SmolLM2, what 1024 tokens say of them differs by 14 % from what 4096 say, and so does what 2048 say, in twice the time.
-"""
+"""So many tokens of a text are enough: an allocation changes in second order with how much depends on its parts."""
 # For the estimate of the time left: the predictions of a copy take about as many products as so many layers of SmolLM2.
 _PASSES_OF_PREDICTIONS = 6
 
