@@ -3,8 +3,10 @@
 import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
@@ -68,8 +70,11 @@ def product_with_codes(
             below = 2 * own(grid.zeros)
         else:
             below = 2**bits - 1 + (scales < 0).astype(rows.dtype)
-        codes = _by_row_of_block(packed, (expert, start, width), bits, block)
-        sums = _summed([blocks[..., k, None] * for_all(_values_of(one, grid, bits)) for k, one in enumerate(codes)])
+        factors = [
+            _factor(field, grid, bits) for field in _by_row_of_block(packed, (expert, start, width), bits, block)
+        ]
+        shares = blocks * np.array([factor.share for factor in factors], np.float32, ndmin=blocks.ndim)
+        sums = _summed([shares[..., k, None] * for_all(factor.values) for k, factor in enumerate(factors)])
         if grid.table is None:  # levels are twice the codes less what all levels of a group lie below them
             sums = 2 * sums - for_all(below) * jnp.sum(blocks, axis=-1, keepdims=True)
         products = _sum_of_blocks(for_all(scales) * sums)
@@ -80,17 +85,45 @@ def product_with_codes(
     return over_columns(tile, width, of_columns, jnp.zeros((count, width), rows.dtype))
 
 
-def _values_of(codes: UInt8[Array, "*s"], grid: Grid, bits: int) -> Float[Array, "*s"]:
-    """Returns levels of a table, or else the codes themselves."""
+class _Field(NamedTuple):
+    """Codes where they lie in their words.
+
+    Attributes:
+      words: that hold the codes, and nothing else.
+      shift: bits of a word below its code.
+    """
+
+    words: Int[Array, "g w"]
+    shift: int
+
+
+class _Factor(NamedTuple):
+    """What rows are multiplied with.
+
+    Attributes:
+      values: of blocks and columns.
+      share: of a row, that the values belong to.
+    """
+
+    values: Float[Array, "g w"]
+    share: float
+
+
+def _factor(field: _Field, grid: Grid, bits: int) -> _Factor:
+    """Returns levels of a table, or else the codes, which are not shifted: a power of two of the rows is exact, too."""
     if grid.table is None:
-        return codes.astype(jnp.float32)
-    return select_levels(codes, [grid.table[code] for code in range(2**bits)], bits).astype(jnp.float32)
+        return _Factor(field.words.astype(jnp.float32), 2.0**-field.shift)
+    codes = (field.words >> field.shift).astype(jnp.uint8)
+    levels = select_levels(codes, [grid.table[code] for code in range(2**bits)], bits)
+    return _Factor(levels.astype(jnp.float32), 1.0)
 
 
 def _by_row_of_block(
     packed: UInt8[Array, "E b o"], of: tuple[Array, Array, int], bits: int, block: int
-) -> Iterator[UInt8[Array, "g w"]]:
+) -> Iterator[_Field]:
     """Yields the codes of the first row of every block, then those of the second, and so on.
+
+    Words are int32, whatever their size: processors convert these to float32 in one step, and shift them, too.
 
     Args:
       packed: codes of all experts.
@@ -104,16 +137,14 @@ def _by_row_of_block(
     def byte(at: int) -> Array:
         # Each taken from all codes: XLA would write those of an expert to memory that several operations take from.
         origin = expert, zero, jnp.full((), at, jnp.int32), start
-        return lax.dynamic_slice(in_blocks, origin, (1, in_blocks.shape[1], 1, width))[0, :, 0]
+        taken = lax.dynamic_slice(in_blocks, origin, (1, in_blocks.shape[1], 1, width))
+        return taken[0, :, 0].astype(jnp.int32)
 
     for first in range(0, in_blocks.shape[2], size):
-        of_word = byte(first)
-        if size > 1:
-            parts = (byte(first + at).astype(jnp.uint32) << jnp.uint32(8 * at) for at in range(size))
-            of_word = functools.reduce(jnp.bitwise_or, parts)
+        of_word = functools.reduce(jnp.bitwise_or, (byte(first + at) << 8 * at for at in range(size)))
         for field in range(codes):
-            shifted = of_word >> of_word.dtype.type(bits * field)
-            yield (shifted & of_word.dtype.type(2**bits - 1)).astype(jnp.uint8)
+            shift = bits * field
+            yield _Field(of_word & ((2**bits - 1) << shift), shift)
 
 
 def _sum_of_blocks(terms: Float[Array, "g ..."]) -> Float[Array, "..."]:
