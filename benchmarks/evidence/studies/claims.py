@@ -176,7 +176,40 @@ def _perft() -> list[Claim]:
         ("The base router's weights on R, as in public code, cost", "PERFT-R 2/8 r=8",
          "PERFT-R 2/8 r=8, weights of the base's router"),
     )  # fmt: skip
-    return [*found, *_routed_or_embedded(), *ours]
+    return [*found, *_routed_or_embedded(), *_of_many_experts(), *ours]
+
+
+def _of_many_experts() -> list[Claim]:
+    """The paper's E falls behind R where a token has a small share of many experts."""
+    study, one = "perft of many experts", "PERFT-S r=16"
+    return [
+        *_claims(study, "PERFT", ("With 16 experts, R of as many adapters above E", "PERFT-R 2/16 r=8", "PERFT-E r=8")),
+        *_claims(
+            study,
+            "PERFT",
+            ("R (2/16) above S of equal active parameters, 16 experts", "PERFT-R 2/16 r=8", one),
+            about="R above S of equal active parameters",
+        ),
+        *_claims(
+            study,
+            "PERFT",
+            ("R (2/16) above LoRA on q and v, 16 experts", "PERFT-R 2/16 r=8", "LoRA q,v r=8"),
+            about="R above LoRA on q and v",
+        ),
+        *_claims(
+            study,
+            "PERFT",
+            ("E above S of equal active parameters, 16 experts", "PERFT-E r=8", one),
+            about="E above S of equal active parameters",
+        ),
+        *_claims(
+            study,
+            "ours",
+            ("E with SiLU above E of LoRA adapters", "PERFT-E with SiLU r=8", "PERFT-E r=8"),
+            ("S with SiLU above S of a LoRA adapter", "PERFT-S with SiLU r=16", one),
+            about="Adapters with SiLU are better than those of LoRA",
+        ),
+    ]
 
 
 def _routed_or_embedded() -> Iterator[Claim]:

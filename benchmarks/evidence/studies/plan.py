@@ -14,6 +14,7 @@ from evidence.studies.trainings import Kept, Trainings
 
 AS_IT_IS, VANILLA, EVERY_LAYER = "as it is", "vanilla", "vanilla, every layer"
 THREE, FOUR = "vanilla, 3 experts", "vanilla, 4 experts"
+SIXTEEN = "vanilla, 16 experts, every layer"
 # The same recipe on another kind of machine, whose sums are rounded otherwise: PERFT began with the model of the first,
 # which is not there any more, and what is compressed is that of the second.
 AGAIN = f"{FOUR}, trained again"
@@ -47,6 +48,17 @@ def _perft(ranks: tuple[int, ...]) -> dict[str, str]:
     return {name: name for name in names}
 
 
+def _of_many_experts() -> list[Study]:
+    """PERFT of a model with twice as many experts, of which a token has a smaller share; and adapters with SiLU."""
+    bases = Trainings(
+        "bases", STORIES, {SIXTEEN: SIXTEEN}, 500, 250, SEEDS, mixture="earlier", keep=frozenset((SIXTEEN,))
+    )
+    names = ("PERFT-R 2/16 r=8", "PERFT-E r=8", "PERFT-S r=16", "PERFT-E with SiLU r=8", "PERFT-S with SiLU r=16")
+    shapes = {name: name for name in (*names, "LoRA q,v r=8")}
+    start = f"{SIXTEEN}-s{{seed}}"
+    return [bases, _after([bases], Trainings("perft of many experts", STORIES, shapes, 150, 150, SEEDS, start))]
+
+
 def studies(place: Place) -> list[Study]:
     """All of the plan that can be done with what there is, in the order in which it is worked on."""
     every = [*_small(), *_middle(), *([] if place.smollm is None else _smollm())]
@@ -70,6 +82,7 @@ def _small() -> list[Study]:
         bases,
         _after([bases], Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}")),
         *_branches(STORIES, steps=300, together=500),
+        *_of_many_experts(),
     ]
 
 
