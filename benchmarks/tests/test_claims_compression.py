@@ -17,7 +17,7 @@ from evidence.studies.compression_job import Compression, compress_model, descri
 from evidence.studies.compression_plan import of_middle, of_smollm, of_stories
 from evidence.studies.compression_tables import checks, compression_tables, noise_tables
 from evidence.studies.compressions import Compressions, DeltaSizes
-from evidence.studies.full_experts import all_full_experts, designs
+from evidence.studies.full_experts import all_full_experts, designs, with_permuted_neurons
 from evidence.studies.jobs import Place, same
 from evidence.studies.likeness import cosines, least_error_per_neuron
 from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves
@@ -30,6 +30,7 @@ from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, UNCOMPRESSED, VARI
 from moe_jax.compression import METHODS, make_method
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.harness.likelihood import Continuation, Likelihoods
+from moe_jax.model_io.in_memory import CastSource
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import Decoder
 from moe_jax.upcycling import UpcycleSpec, upcycled_config
@@ -68,10 +69,16 @@ def given(dense: Leaves, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compressed(
-    place: Place, method: str, *, dense: bool = False, served: bool = False, **options: Any
+    place: Place,
+    method: str,
+    *,
+    dense: bool = False,
+    permuted: int | None = None,
+    served: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    asked = Compression(SCALE, MODEL, method, tuple(options.items()), dense=dense, served=served, matched=True)
-    return compress_model(place, asked)
+    how: Any = {"dense": dense, "permuted": permuted, "served": served, "matched": True}
+    return compress_model(place, Compression(SCALE, MODEL, method, tuple(options.items()), **how))
 
 
 def largest_difference(these: dict[str, float], those: dict[str, float]) -> float:
@@ -123,6 +130,24 @@ def test_no_more_can_be_lost_than_all_deltas(place: Place, dense: Leaves):
     assert largest_difference(nothing["losses"], losses) < 5e-3 < largest_difference(whole["losses"], losses)
     over_mean = compressed(place, NO_DELTAS)
     assert largest_difference(over_mean["losses"], nothing["losses"]) > 1e-4
+
+
+def test_permuted_experts_compute_the_same_and_a_barycenter_finds_their_order(place: Place):
+    source, whole = compression_job.kept_model(place, SCALE, MODEL)
+    permuted = read_leaves(CastSource(with_permuted_neurons(source, 0), "float32"))
+    changed = [path for path, leaf in permuted.leaves.items() if not np.array_equal(leaf, whole.leaves[path])]
+    assert len(changed) == 3 * len(source.config.moe_layers)
+    losses = [compression_job.losses(place, SCALE, model_of(leaves)) for leaves in (whole, permuted)]
+    assert largest_difference(*losses) < 1e-5
+    errors = {
+        (solver, seed): np.mean(
+            compressed(place, "resmoe", residual="up", keep=0.25, solver=solver, permuted=seed)["error_per_neuron"]
+        )
+        for solver in ("auto", "identity")
+        for seed in (None, 0)
+    }
+    np.testing.assert_allclose(errors["auto", 0], errors["auto", None], rtol=1e-3)
+    assert errors["identity", 0] > 1.1 * errors["identity", None]
 
 
 def test_windows_are_what_losses_are_means_of(place: Place):

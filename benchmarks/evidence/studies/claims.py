@@ -258,6 +258,8 @@ def _compressed() -> list[Claim]:
     found += [
         Claim("ResMoE", f"Better than around the average of unmatched experts, {kept}", resmoe,
               _quarter("average + UP")),
+        Claim("ResMoE", f"Better than around the average of permuted experts, {kept}",
+              _quarter("ResMoE UP of permuted experts"), _quarter("average + UP of permuted experts")),
         Claim("ResMoE", f"Pruned residuals better than low-rank ones, {kept}", resmoe, _quarter("ResMoE SVD")),
         Claim("ours", f"Refitting the centre helps, {kept}", resmoe, _quarter("ResMoE UP, no refit")),
         Claim("ours", "ResMoE at 4.125 bits per weight better than plain rounding to 4 bits",

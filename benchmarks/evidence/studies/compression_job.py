@@ -22,6 +22,7 @@ from evidence.studies.full_experts import (
     experts_of,
     widths_of,
     with_experts,
+    with_permuted_neurons,
 )
 from evidence.studies.jobs import Place
 from evidence.studies.likeness import cosines, least_error_per_neuron, squared_norm
@@ -58,6 +59,7 @@ class Compression:
       options: of the method.
       dense: whether deltas are taken from the dense model; else from the mean of the experts, where they are taken.
       calibrated: whether the method is given the statistics of the routers on the text of the training.
+      permuted: the seed by which the neurons of experts are put into another order first; None: they are not.
       served: whether the compressed model is also scored as it is, with a program of its own.
       matched: whether the error is also computed with the neurons matched anew.
       windows: whether the losses of all windows of text are kept.
@@ -70,6 +72,7 @@ class Compression:
     options: tuple[tuple[str, Any], ...] = ()
     dense: bool = False
     calibrated: bool = False
+    permuted: int | None = None
     served: bool = False
     matched: bool = False
     windows: bool = False
@@ -89,6 +92,9 @@ def compress_model(place: Place, asked: Compression) -> dict[str, Any]:
       What the probes give.
     """
     source, whole = kept_model(place, asked.scale, asked.model)
+    if asked.permuted is not None:
+        source = with_permuted_neurons(source, asked.permuted)
+        whole = read_leaves(CastSource(source, "float32"))
     before = experts_of(whole)
     if asked.method == NO_DELTAS:
         after = _bases(before, dense_source(place, asked.scale) if asked.dense else None)

@@ -10,6 +10,7 @@ from evidence.studies.variants import (
     COMPRESSION,
     DENSE_BASE,
     DERS,
+    MAIN_KEEP,
     MEAN_BASE,
     NOISE,
     PLAIN,
@@ -60,6 +61,16 @@ def of_stories(model: str, seeds: tuple[int, ...], after: Key) -> list[Study]:
         Compressions(COMPRESSION, STORIES, model, seeds, after, variants, serve=frozenset(VARIANTS)),
         DeltaSizes(NOISE, STORIES, model, seeds, after),
     ]
+
+
+def of_permuted(model: str, seeds: tuple[int, ...], after: Key) -> list[Study]:
+    """A centre of matched experts, and of unmatched ones, when neurons lie alike and when not; arguments as above."""
+    variants = {
+        name: (MAIN_KEEP,)
+        for centre in (REFITTED, "average + UP")
+        for name in (centre, f"{centre} of permuted experts")
+    }
+    return [Compressions(COMPRESSION, STORIES, model, seeds, after, variants)]
 
 
 def of_middle(model: str, seeds: tuple[int, ...], after: Key, *, upcycled: bool) -> list[Study]:

@@ -130,6 +130,7 @@ class Compressions(_OfKeptModels):
             variant.options_of(value, seed),
             dense=variant.dense,
             calibrated=variant.calibrated,
+            permuted=seed if variant.permuted else None,
             served=served,
             matched=self.matched,
             windows=self.windows,

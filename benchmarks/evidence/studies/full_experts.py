@@ -7,6 +7,7 @@ from jaxtyping import Float
 
 from evidence.studies.models import Leaves
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.model_io.in_memory import SourceWithLeaves
 from moe_jax.model_io.model_source import ModelSource
 
 Kernels = dict[str, Float[np.ndarray, "E i o"]]
@@ -58,6 +59,25 @@ def with_experts(model: Leaves, experts: Mapping[int, Kernels]) -> Leaves:
     for path, kernels in own.items():
         assert kernels.shape == model.leaves[path].shape, (path, kernels.shape, model.leaves[path].shape)
     return Leaves(model.config, model.leaves | own)
+
+
+def with_permuted_neurons(model: ModelSource, seed: int) -> SourceWithLeaves:
+    """The model, of full experts without biases, which computes the same: those of each expert in an order of its own.
+
+    Args:
+      model: the neurons of whose experts are permuted.
+      seed: of the orders.
+    """
+    rng, changed = np.random.default_rng(seed), {}
+    for layer in model.config.moe_layers:
+        neurons = model.config.moe(layer).expert.dim
+        orders = rng.permuted(np.tile(np.arange(neurons), (model.config.moe(layer).num_experts, 1)), axis=1)
+        for name in SourceLayer(model, layer).shapes:
+            along = orders[:, :, None] if name == "down" else orders[:, None]
+            changed[_path(layer, name)] = np.take_along_axis(
+                model.read(_path(layer, name)), along, axis=1 if name == "down" else 2
+            )
+    return SourceWithLeaves(model, model.config, changed)
 
 
 def count_of(experts: Mapping[int, Kernels]) -> int:

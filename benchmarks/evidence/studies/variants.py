@@ -18,7 +18,13 @@ BITS = (4, 8, 3, 2, 1)
 DROPS = (0.9, 0.2, 0.4, 0.6, 0.8, 0.95, 0.99)
 DERS_BITS = (2, 8, 4, 1)
 
-DERS, RESMOE, BASELINE, PLAIN = FAMILIES = "DeRS", "ResMoE", "baseline", "plain quantisation"
+DERS, RESMOE, BASELINE, PLAIN, PERMUTED = FAMILIES = (
+    "DeRS",
+    "ResMoE",
+    "baseline",
+    "plain quantisation",
+    "permuted experts",
+)
 # ResMoE as it is now, and as its authors published it.
 REFITTED, PUBLISHED = "ResMoE UP", "ResMoE UP, no refit"
 DENSE_BASE, MEAN_BASE = "over the dense model", "over the mean"
@@ -47,6 +53,7 @@ class Variant:
     dense: bool = False
     random: bool = False
     calibrated: bool = False
+    permuted: bool = False
 
     def options_of(self, value: float, seed: int) -> tuple[tuple[str, Any], ...]:
         """All options, for a value of the swept one and the seed of a model."""
@@ -101,6 +108,10 @@ VARIANTS: dict[str, Variant] = {
     "UP, 4-bit values": Variant(BASELINE, "up", {"bits": 4}, values=(MAIN_KEEP, 0.5)),
     "SP, separate": Variant(BASELINE, "sp", {"design": "separate"}),
     "SVD, separate": Variant(BASELINE, "svd", {"design": "separate"}),
+    **{
+        f"{name} of permuted experts": Variant(PERMUTED, "resmoe", {"residual": "up", **options}, permuted=True)
+        for name, options in {REFITTED: {}, "average + UP": _AVERAGE}.items()
+    },
 }
 # Pairs that differ in the refit alone: the one with it, and the one without.
 REFIT_PAIRS = tuple((name, f"{name}, no refit") for name in VARIANTS if f"{name}, no refit" in VARIANTS)
