@@ -58,9 +58,23 @@ def _of_many_experts() -> list[Study]:
     start = f"{SIXTEEN}-s{{seed}}"
     return [
         bases,
-        *compression_plan.of_permuted(*_kept_of(bases, SIXTEEN)),
         _after([bases], Trainings("perft of many experts", STORIES, shapes, 150, 150, SEEDS, start)),
     ]
+
+
+def _permuted() -> list[Study]:
+    """Vanilla MoEs whose experts lose their common order: as good as those that are compressed in all ways."""
+    again = Trainings(
+        "upcycling again",
+        STORIES,
+        {VANILLA: VANILLA},
+        500,
+        250,
+        SEEDS,
+        keep=frozenset((VANILLA,)),
+        keep_as=f"{VANILLA}, trained again-s{{seed}}",
+    )
+    return [again, *compression_plan.of_permuted(*_kept_of(again, VANILLA))]
 
 
 def studies(place: Place) -> list[Study]:
@@ -87,6 +101,7 @@ def _small() -> list[Study]:
         _after([bases], Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}")),
         *_branches(STORIES, steps=300, together=500),
         *_of_many_experts(),
+        *_permuted(),
     ]
 
 
