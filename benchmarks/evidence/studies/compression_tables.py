@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from evidence.results import ResultsFile
 from evidence.studies.summary import BySeed, difference
-from evidence.studies.variants import COMPRESSION, FAMILIES, NOISE, UNCOMPRESSED, VARIANTS, label
+from evidence.studies.variants import COMPRESSION, FAMILIES, NOISE, PERMUTED, UNCOMPRESSED, VARIANTS, label
 from evidence.studies.verdicts import effect
 from evidence.tables import markdown
 
@@ -17,14 +17,22 @@ LOWEST = ", lowest"
 """Ends the names of tables of the lowest losses."""
 
 
-def compression_tables(results: ResultsFile, *, asked: bool = False) -> dict[str, str]:
-    """What became of every kept model, by headings; of all, or of those that were asked questions."""
+def compression_tables(results: ResultsFile, *, whole: bool = False) -> dict[str, str]:
+    """What became of every kept model, by headings; of all, or of those whose whole tables stand on pages.
+
+    These were asked questions, or their experts were permuted.
+    """
     return {
         f"{COMPRESSION}, {scale}, {model}": _of_model(found)
         for scale, models in (results.get(COMPRESSION) or {}).items()
         for model, found in models.items()
-        if UNCOMPRESSED in found and (not asked or any("answers" in run for run in found[UNCOMPRESSED].values()))
+        if UNCOMPRESSED in found and (not whole or _stands_on_a_page(found))
     }
+
+
+def _stands_on_a_page(found: Mapping[str, BySeed]) -> bool:
+    is_asked = any("answers" in run for run in found[UNCOMPRESSED].values())
+    return is_asked or any(True for _ in _in_order(found, PERMUTED))
 
 
 def frontier_tables(results: ResultsFile) -> dict[str, str]:

@@ -17,7 +17,13 @@ from evidence.tables import markdown
 
 TOO_FEW = "not enough seeds"
 # Shape that the others of a study are held against.
-_REFERENCES = {"upcycling": "vanilla", "pesc": "LoRA 16", "perft": "as it is", "pilot": "as it is"}  # fmt: skip
+_REFERENCES = {
+    "upcycling": "vanilla",
+    "pesc": "LoRA 16",
+    "perft": "as it is",
+    "perft of many experts": "PERFT-S r=16",
+    "pilot": "as it is",
+}
 
 
 def write_report(results: ResultsFile, out: Path) -> str:
@@ -52,15 +58,15 @@ def report(results: ResultsFile) -> str:
 def blocks(results: ResultsFile) -> dict[str, str]:
     """The tables of the pages, by the names of their blocks; of compressed models only the lowest losses.
 
-    Of those that were asked questions, all that was measured.
+    Of those that were asked questions, or whose experts were permuted, all that was measured.
     """
     found = {"verdicts": claims_table(results), "in short": short_table(results)}
     for study in _REFERENCES:
         for scale in results.get(study) or {}:
             found[f"{study}, {scale}"] = "\n".join(study_tables(results, study, scale)).strip()
-    asked = compression_tables(results, asked=True)
-    lowest = {name: table for name, table in frontier_tables(results).items() if name.removesuffix(LOWEST) not in asked}
-    return found | asked | lowest | noise_tables(results)
+    whole = compression_tables(results, whole=True)
+    lowest = {name: table for name, table in frontier_tables(results).items() if name.removesuffix(LOWEST) not in whole}
+    return found | whole | lowest | noise_tables(results)
 
 
 def claims_table(results: ResultsFile) -> str:

@@ -18,13 +18,8 @@ BITS = (4, 8, 3, 2, 1)
 DROPS = (0.9, 0.2, 0.4, 0.6, 0.8, 0.95, 0.99)
 DERS_BITS = (2, 8, 4, 1)
 
-DERS, RESMOE, BASELINE, PLAIN, PERMUTED = FAMILIES = (
-    "DeRS",
-    "ResMoE",
-    "baseline",
-    "plain quantisation",
-    "permuted experts",
-)
+DERS, RESMOE, BASELINE, PLAIN = FAMILIES = "DeRS", "ResMoE", "baseline", "plain quantisation"
+PERMUTED = "permuted experts"
 # ResMoE as it is now, and as its authors published it.
 REFITTED, PUBLISHED = "ResMoE UP", "ResMoE UP, no refit"
 DENSE_BASE, MEAN_BASE = "over the dense model", "over the mean"
@@ -35,7 +30,7 @@ class Variant:
     """A method with its options, but for how much is kept.
 
     Attributes:
-      family: one of `FAMILIES`.
+      family: one of `FAMILIES`, or `PERMUTED`.
       method: a key of `moe_jax.compression.METHODS`, or `NO_DELTAS`.
       options: of the method.
       swept: the option that says how much is kept; empty: there is none.
