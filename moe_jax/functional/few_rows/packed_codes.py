@@ -98,7 +98,7 @@ class _Field(NamedTuple):
 
 
 class _Factor(NamedTuple):
-    """What rows are multiplied with.
+    """Values that rows are multiplied with.
 
     Attributes:
       values: of blocks and columns.
