@@ -138,7 +138,7 @@ def test_permuted_experts_compute_the_same_and_a_barycenter_finds_their_order(pl
     changed = [path for path, leaf in permuted.leaves.items() if not np.array_equal(leaf, whole.leaves[path])]
     assert len(changed) == 3 * len(source.config.moe_layers)
     losses = [compression_job.losses(place, SCALE, model_of(leaves)) for leaves in (whole, permuted)]
-    assert largest_difference(*losses) < 1e-5
+    assert largest_difference(*losses) < 1e-4
     errors = {
         (solver, seed): np.mean(
             compressed(place, "resmoe", residual="up", keep=0.25, solver=solver, permuted=seed)["error_per_neuron"]
@@ -146,7 +146,7 @@ def test_permuted_experts_compute_the_same_and_a_barycenter_finds_their_order(pl
         for solver in ("auto", "identity")
         for seed in (None, 0)
     }
-    np.testing.assert_allclose(errors["auto", 0], errors["auto", None], rtol=1e-3)
+    np.testing.assert_allclose(errors["auto", 0], errors["auto", None], rtol=0.02)
     assert errors["identity", 0] > 1.1 * errors["identity", None]
 
 

@@ -119,19 +119,8 @@ _MODEL_EXPERTS = {STORIES.name: EXPERTS, SMOLLM.name: 4}
 
 def _perft() -> list[Claim]:
     found = []
-    # With two of their adapters for a token, and two experts, R and E of a rank have as many active parameters as S of
-    # twice the rank, but for R's router.
     for sizes, rank in (("2/8", 2), ("2/8", 8), ("2/8", 32), ("2/4", 8)):
-        routed, embedded, single = f"PERFT-R {sizes} r={rank}", f"PERFT-E r={rank}", f"PERFT-S r={2 * rank}"
-        of_equal, of_lora = "R above S of equal active parameters", "R above LoRA on q and v"
-        rows = [
-            (of_equal, f"R ({sizes}) above S of equal active parameters, rank {rank}", routed, single),
-            (of_lora, f"R ({sizes}) above LoRA on q and v, rank {rank}", routed, f"LoRA q,v r={rank}"),
-        ]
-        if sizes == "2/8":
-            about = "E above S of equal active parameters"
-            rows.append((about, f"{about}, rank {rank}", embedded, single))
-        found += [claim for about, *row in rows for claim in _claims("perft", "PERFT", tuple(row), about=about)]
+        found += _of_equal_parameters("perft", sizes, rank, embedded=sizes == "2/8")
     found += _claims(
         "perft",
         "PERFT",
@@ -179,34 +168,44 @@ def _perft() -> list[Claim]:
     return [*found, *_routed_or_embedded(), *_of_many_experts(), *ours]
 
 
+def _of_equal_parameters(study: str, sizes: str, rank: int, *, embedded: bool, within: str = "") -> list[Claim]:
+    """R, and E, beside what trains or multiplies as much.
+
+    With two of their adapters for a token, and two experts, R and E of a rank have as many active parameters as S of
+    twice the rank, but for R's router.
+
+    Args:
+      study: of the results.
+      sizes: active adapters of R, and all.
+      rank: of the adapters.
+      embedded: whether E is compared, too.
+      within: is added to what is said, so that no other study says the same.
+    """
+    of_equal, of_lora = "above S of equal active parameters", "above LoRA on q and v"
+    routed, single, lora = f"PERFT-R {sizes} r={rank}", f"PERFT-S r={2 * rank}", f"LoRA q,v r={rank}"
+    rows = [("R", f" ({sizes})", of_equal, routed, single), ("R", f" ({sizes})", of_lora, routed, lora)]
+    if embedded:
+        rows.append(("E", "", of_equal, f"PERFT-E r={rank}", single))
+    return [
+        claim
+        for kind, which, than, these, those in rows
+        for claim in _claims(
+            study, "PERFT", (f"{kind}{which} {than}, rank {rank}{within}", these, those), about=f"{kind} {than}"
+        )
+    ]
+
+
 def _of_many_experts() -> list[Claim]:
     """The paper's E falls behind R where a token has a small share of many experts."""
-    study, one = "perft of many experts", "PERFT-S r=16"
+    study, routed, embedded = "perft of many experts", "PERFT-R 2/16 r=8", "PERFT-E r=8"
     return [
-        *_claims(study, "PERFT", ("With 16 experts, R of as many adapters above E", "PERFT-R 2/16 r=8", "PERFT-E r=8")),
-        *_claims(
-            study,
-            "PERFT",
-            ("R (2/16) above S of equal active parameters, 16 experts", "PERFT-R 2/16 r=8", one),
-            about="R above S of equal active parameters",
-        ),
-        *_claims(
-            study,
-            "PERFT",
-            ("R (2/16) above LoRA on q and v, 16 experts", "PERFT-R 2/16 r=8", "LoRA q,v r=8"),
-            about="R above LoRA on q and v",
-        ),
-        *_claims(
-            study,
-            "PERFT",
-            ("E above S of equal active parameters, 16 experts", "PERFT-E r=8", one),
-            about="E above S of equal active parameters",
-        ),
+        *_claims(study, "PERFT", ("With 16 experts, R of as many adapters above E", routed, embedded)),
+        *_of_equal_parameters(study, "2/16", 8, embedded=True, within=", 16 experts"),
         *_claims(
             study,
             "ours",
-            ("E with SiLU above E of LoRA adapters", "PERFT-E with SiLU r=8", "PERFT-E r=8"),
-            ("S with SiLU above S of a LoRA adapter", "PERFT-S with SiLU r=16", one),
+            ("E with SiLU above E of LoRA adapters", "PERFT-E with SiLU r=8", embedded),
+            ("S with SiLU above S of a LoRA adapter", "PERFT-S with SiLU r=16", "PERFT-S r=16"),
             about="Adapters with SiLU are better than those of LoRA",
         ),
     ]

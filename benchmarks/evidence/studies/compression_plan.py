@@ -13,6 +13,7 @@ from evidence.studies.variants import (
     MAIN_KEEP,
     MEAN_BASE,
     NOISE,
+    PERMUTED_PAIRS,
     PLAIN,
     REFITTED,
     RESMOE,
@@ -65,11 +66,7 @@ def of_stories(model: str, seeds: tuple[int, ...], after: Key) -> list[Study]:
 
 def of_permuted(model: str, seeds: tuple[int, ...], after: Key) -> list[Study]:
     """A centre of matched experts, and of unmatched ones, when neurons lie alike and when not; arguments as above."""
-    variants = {
-        name: (MAIN_KEEP,)
-        for centre in (REFITTED, "average + UP")
-        for name in (centre, f"{centre} of permuted experts")
-    }
+    variants = {name: (MAIN_KEEP,) for pair in PERMUTED_PAIRS for name in pair}
     return [Compressions(COMPRESSION, STORIES, model, seeds, after, variants)]
 
 

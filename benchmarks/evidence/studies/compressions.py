@@ -11,7 +11,7 @@ from evidence.studies.noise_job import DeltaNoise, measure_noise
 from evidence.studies.probes import Probes
 from evidence.studies.scales import Scale
 from evidence.studies.training_job import kept_path
-from evidence.studies.variants import UNCOMPRESSED, VARIANTS, Chosen, label
+from evidence.studies.variants import PERMUTED, UNCOMPRESSED, VARIANTS, Chosen, label
 
 _SEED = "-s{seed}"
 
@@ -130,7 +130,7 @@ class Compressions(_OfKeptModels):
             variant.options_of(value, seed),
             dense=variant.dense,
             calibrated=variant.calibrated,
-            permuted=seed if variant.permuted else None,
+            permuted=seed if variant.family == PERMUTED else None,
             served=served,
             matched=self.matched,
             windows=self.windows,

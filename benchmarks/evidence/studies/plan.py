@@ -56,10 +56,7 @@ def _of_many_experts() -> list[Study]:
     names = ("PERFT-R 2/16 r=8", "PERFT-E r=8", "PERFT-S r=16", "PERFT-E with SiLU r=8", "PERFT-S with SiLU r=16")
     shapes = {name: name for name in (*names, "LoRA q,v r=8")}
     start = f"{SIXTEEN}-s{{seed}}"
-    return [
-        bases,
-        _after([bases], Trainings("perft of many experts", STORIES, shapes, 150, 150, SEEDS, start)),
-    ]
+    return [bases, _after([bases], Trainings("perft of many experts", STORIES, shapes, 150, 150, SEEDS, start))]
 
 
 def _permuted() -> list[Study]:

@@ -110,12 +110,10 @@ def _with_weights_of_the_base() -> Iterator[None]:
 _NUMBER = r"([\d.]+)"
 _SHAPES: dict[str, Callable[..., Shape]] = {
     "as it is": Shape,
-    "vanilla": lambda: _upcycled(),
-    "vanilla, every layer": lambda: _upcycled(every=1),
-    r"vanilla, (\d+) experts, every layer": lambda experts: _upcycled(every=1, experts=int(experts)),
-    "vanilla, 4 experts": lambda: _upcycled(experts=4),
+    r"vanilla(?:, (\d+) experts)?(, every layer)?": lambda experts, every_layer: _upcycled(
+        every=1 if every_layer else 2, experts=int(experts or EXPERTS)
+    ),
     "vanilla, from random weights": lambda: _upcycled(parts=DRAWN),
-    "vanilla, 3 experts": lambda: _upcycled(experts=3),
     "experts from models": lambda: _upcycled(experts=3, parts=BTX, experts_from=("one", "two", "three")),
     "vanilla, 3 experts, routers from texts": lambda: _upcycled(experts=3, parts=PROMPTED),
     f"noise {_NUMBER}": lambda noise: _upcycled(noise=float(noise)),
@@ -125,10 +123,10 @@ _SHAPES: dict[str, Callable[..., Shape]] = {
     rf"PESC {_NUMBER} (LoRA|QLoRA|frozen|full) ?(\d+)?": _pesc,
     r"(LoRA|QLoRA) (\d+)": _lora,
     r"PERFT-R (\d+)/(\d+) r=(\d+)(, weights of the base's router)?": _routed,
-    r"PERFT-E r=(\d+)": lambda rank: _adapted("perft-e", rank=rank),
-    r"PERFT-(E|S) with SiLU r=(\d+)": lambda kind, rank: _adapted(f"perft-{kind.lower()}", "parallel", rank=rank),
+    r"PERFT-(E|S)( with SiLU)? r=(\d+)": lambda method, has_silu, rank: _adapted(
+        f"perft-{method.lower()}", "parallel" if has_silu else "lora", rank=rank
+    ),
     r"PERFT-D (\d+) r=(\d+)": lambda count, rank: _adapted("perft-d", rank=rank, experts=int(count)),
-    r"PERFT-S r=(\d+)": lambda rank: _adapted("perft-s", rank=rank),
     r"LoRA q,v r=(\d+)": lambda rank: _adapted("lora", rank=rank, targets=("q", "v")),
     r"LoRA router r=(\d+)": lambda rank: _adapted("lora", rank=rank, targets=("router",)),
 }

@@ -19,6 +19,8 @@ DROPS = (0.9, 0.2, 0.4, 0.6, 0.8, 0.95, 0.99)
 DERS_BITS = (2, 8, 4, 1)
 
 DERS, RESMOE, BASELINE, PLAIN = FAMILIES = "DeRS", "ResMoE", "baseline", "plain quantisation"
+# The neurons of every expert are put into an order of its own first: the model computes the same, but experts of one
+# origin no longer lie alike.
 PERMUTED = "permuted experts"
 # ResMoE as it is now, and as its authors published it.
 REFITTED, PUBLISHED = "ResMoE UP", "ResMoE UP, no refit"
@@ -48,7 +50,6 @@ class Variant:
     dense: bool = False
     random: bool = False
     calibrated: bool = False
-    permuted: bool = False
 
     def options_of(self, value: float, seed: int) -> tuple[tuple[str, Any], ...]:
         """All options, for a value of the swept one and the seed of a model."""
@@ -104,12 +105,14 @@ VARIANTS: dict[str, Variant] = {
     "SP, separate": Variant(BASELINE, "sp", {"design": "separate"}),
     "SVD, separate": Variant(BASELINE, "svd", {"design": "separate"}),
     **{
-        f"{name} of permuted experts": Variant(PERMUTED, "resmoe", {"residual": "up", **options}, permuted=True)
+        f"{name} of {PERMUTED}": Variant(PERMUTED, "resmoe", {"residual": "up", **options})
         for name, options in {REFITTED: {}, "average + UP": _AVERAGE}.items()
     },
 }
 # Pairs that differ in the refit alone: the one with it, and the one without.
 REFIT_PAIRS = tuple((name, f"{name}, no refit") for name in VARIANTS if f"{name}, no refit" in VARIANTS)
+# Likewise the order of neurons: the one with that of the model, and the one with another.
+PERMUTED_PAIRS = tuple((name, f"{name} of {PERMUTED}") for name in VARIANTS if f"{name} of {PERMUTED}" in VARIANTS)
 
 
 def label(name: str, value: float) -> str:

@@ -70,11 +70,11 @@ def product_with_codes(
             below = 2 * own(grid.zeros)
         else:
             below = 2**bits - 1 + (scales < 0).astype(rows.dtype)
-        factors = [
-            _factor(field, grid, bits) for field in _by_row_of_block(packed, (expert, start, width), bits, block)
-        ]
-        shares = blocks * np.array([factor.share for factor in factors], np.float32, ndmin=blocks.ndim)
-        sums = _summed([shares[..., k, None] * for_all(factor.values) for k, factor in enumerate(factors)])
+        fields, factors = list(_by_row_of_block(packed, (expert, start, width), bits, block)), blocks
+        if grid.table is None:
+            # Instead of shifting codes: a power of two is exact.
+            factors = blocks * np.array([2.0**-field.shift for field in fields], np.float32, ndmin=blocks.ndim)
+        sums = _summed([factors[..., k, None] * for_all(_values_of(one, grid, bits)) for k, one in enumerate(fields)])
         if grid.table is None:  # levels are twice the codes less what all levels of a group lie below them
             sums = 2 * sums - for_all(below) * jnp.sum(blocks, axis=-1, keepdims=True)
         products = _sum_of_blocks(for_all(scales) * sums)
@@ -97,25 +97,12 @@ class _Field(NamedTuple):
     shift: int
 
 
-class _Factor(NamedTuple):
-    """Values that rows are multiplied with.
-
-    Attributes:
-      values: of blocks and columns.
-      share: of a row, that the values belong to.
-    """
-
-    values: Float[Array, "g w"]
-    share: float
-
-
-def _factor(field: _Field, grid: Grid, bits: int) -> _Factor:
-    """Returns levels of a table, or else the codes, which are not shifted: a power of two of the rows is exact, too."""
+def _values_of(field: _Field, grid: Grid, bits: int) -> Float[Array, "g w"]:
+    """Returns levels of a table, or else the words themselves."""
     if grid.table is None:
-        return _Factor(field.words.astype(jnp.float32), 2.0**-field.shift)
+        return field.words.astype(jnp.float32)
     codes = (field.words >> field.shift).astype(jnp.uint8)
-    levels = select_levels(codes, [grid.table[code] for code in range(2**bits)], bits)
-    return _Factor(levels.astype(jnp.float32), 1.0)
+    return select_levels(codes, [grid.table[code] for code in range(2**bits)], bits).astype(jnp.float32)
 
 
 def _by_row_of_block(
