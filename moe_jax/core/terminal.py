@@ -20,6 +20,8 @@ from moe_jax.core.formatting import show_bytes, show_duration
 
 # The time left is estimated from the last steps: those that a resumed job skips take no time, and layers differ.
 _STEPS = 6
+_LEAST_SHARE = 0.01
+"""Share of a task, or else a step, that is done before the time left is told."""
 SECONDS_BETWEEN_LINES = 30.0
 _WIDTH_OF_FILES = 200
 
@@ -80,7 +82,7 @@ class Pace:
     """Elapsed time of a task of `total` steps, of which some are done already, and an estimate of the time left."""
 
     def __init__(self, done: float, total: float, clock: Callable[[], float] = time.monotonic):
-        self.done = done
+        self.done = self._begun = done
         self._total = total
         self._clock = clock
         self._start = self._last = clock()
@@ -102,9 +104,10 @@ class Pace:
 
     @property
     def left(self) -> float | None:
-        """Estimated seconds until all steps are done; None if nothing has been done since the start."""
+        """Estimated seconds until all steps are done; None if too little has been done since the start to tell."""
         start, before = self._seen[0]
-        if self.done == before:
+        # Much of the time of the first part of a step goes into compiling.
+        if self.done == before or self.done - self._begun < min(1.0, _LEAST_SHARE * self._total):
             return None
         since = self._clock() - self._last
         return max(0.0, (self._total - self.done) * (self._last - start) / (self.done - before) - since)

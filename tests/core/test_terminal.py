@@ -48,6 +48,18 @@ def test_parts_of_a_step_count():
     assert pace.done == pytest.approx(1.5) and pace.left == pytest.approx(2.5 * 40)
 
 
+def test_too_little_tells_nothing():
+    """A hundredth of the task, or a step of one that has many: the first part of a step is compiled first."""
+    for total, little, enough in ((30, 0.2, 0.3), (1000, 0.9, 1.0)):
+        clock = Clock()
+        pace = Pace(0, total, clock)
+        clock.now += 10
+        pace.update(little)
+        assert pace.left is None
+        pace.update(enough)
+        assert pace.left == pytest.approx((total - enough) * 10 / enough)
+
+
 def test_a_bar_that_starts_late_knows_no_speed():
     pace = Pace(3, 5, Clock())
     pace.update(3)
