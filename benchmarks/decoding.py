@@ -20,6 +20,7 @@ not there (torch and transformers; llama-cpp-python, which is built from source)
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -44,14 +45,13 @@ from evidence.layouts import DECODING_MEMORY, DECODING_SPEED
 from evidence.other_decoders import LlamaCpp, Transformers
 from evidence.results import RESULTS, Figures
 from evidence.stamp import current_stamp
+from moe_jax.api.model import Loading, Model
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.commands.memory_of_compiling import return_memory_of_compiling
 from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.generation.continued_rows import Asked
 from moe_jax.generation.engine import MOST_STEPS, Engine
-from moe_jax.generation.layer_loop import loops
-from moe_jax.model_io.loading import abstract_model
 
 EXPERTS, TOP_K, NOISE, RANK = 8, 2, 0.01, 32
 READ, PROMPT, TOLD, ROUNDS = 500, 16, 64, 3
@@ -236,7 +236,11 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str | None):
         self._source = folder, dtype
-        self._model = moe_jax.load(folder, dtype=dtype, stacked=_loops(folder))
+        opened = open_source(folder)
+        # As `generate` loads it, but for the dtype.
+        loading = dataclasses.replace(Loading.for_generation(opened, tokens=PROMPT + TOLD), dtype=dtype)
+        self._model = Model.of_source(opened, loading)
+        self._model.read()
         self.vocabulary = self._model.config.vocab_size
         self._scored: tuple[Evaluator, nnx.State] | None = None
 
@@ -259,11 +263,6 @@ class Ours:
             self._scored = evaluator, state
         evaluator, state = self._scored
         return evaluator(state)
-
-
-def _loops(folder: Path) -> bool:
-    """Whether a model in a folder tells its first text in a loop over stacked layers, as `generate` has it."""
-    return loops(abstract_model(open_source(folder).config), PROMPT + TOLD)
 
 
 RUNNERS: dict[str, Callable[[Path, str | None], Any]] = {

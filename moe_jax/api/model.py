@@ -22,6 +22,7 @@ from moe_jax.core.verb_spec import Option, Spec
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.distributed.sharding import make_mesh, mesh_of
+from moe_jax.experts.by_column import arrange_by_column
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.generation.layer_loop import loops
@@ -38,13 +39,19 @@ from moe_jax.training.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """The options of `load`: how weights become a decoder."""
+    """The options of `load`: how weights become a decoder.
+
+    Attributes:
+      dtype, compute_dtype, remat, mesh, stacked: as in `load`.
+      arranged: whether a CPU is given sparse deltas by column, with which it generates (`experts.by_column`).
+    """
 
     dtype: str | None = None
     compute_dtype: str = "float32"
     remat: str = "none"
     mesh: Mesh | None = None
     stacked: bool = True
+    arranged: bool = False
 
     @classmethod
     def for_generation(
@@ -58,7 +65,7 @@ class Loading:
         """
         dtype = dtype_for_generation(source, compute_dtype, mesh)
         stacked = mesh is None and loops(abstract_model(source.config, compute_dtype=compute_dtype), tokens)
-        return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=stacked)
+        return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=stacked, arranged=mesh is None)
 
 
 class Model:
@@ -133,6 +140,8 @@ class Model:
                 mesh=loading.mesh,
                 stacked=loading.stacked,
             )
+            if loading.arranged:
+                arrange_by_column(self._decoder)
             if loading.dtype is not None:
                 self._decoder.config = dataclasses.replace(self._decoder.config, dtype=loading.dtype)
             # From here on the decoder is the model: it may be changed.

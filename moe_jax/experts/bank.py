@@ -215,7 +215,7 @@ class KernelBank(ExpertBank):
             linears = ffn_linears(expert, d_model, bias=False, codes=codes, rngs=rngs, dtype=dtype)
             self.base = nnx.Dict({name: linear for name, linear in linears.items() if config.has_base_of(name)})
         stack = (num_experts,)
-        fresh = {name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()}
+        fresh = {name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self.matrices.items()}
         own = self._own_form
         if own.over_base:
             delta = own.fresh_shared(expert, stack, dtype) if isinstance(own, CodedJointly) else {}
@@ -224,12 +224,12 @@ class KernelBank(ExpertBank):
             fresh = {name: {} for name in fresh}
         for name, leaves in fresh.items():
             if expert.bias:
-                leaves[BIAS] = jnp.zeros((num_experts, self._matrices[name].shape[1]), dtype)
+                leaves[BIAS] = jnp.zeros((num_experts, self.matrices[name].shape[1]), dtype)
             if leaves:
                 setattr(self, name, Leaves(leaves, self._form(name).is_trained))
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
-        own = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in self._matrices.items()}
+        own = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in self.matrices.items()}
         experts = FFNs(own, self.stacked_biases(), self.expert.activation)
         return self._applied(x, routing, experts, self._strategy_for(x, routing), key)
 
@@ -257,7 +257,7 @@ class KernelBank(ExpertBank):
 
     def _place(self, path: str, expert: int) -> int | None:
         name, _, leaf = path.removeprefix("delta/").partition("/")
-        if name not in self._matrices or leaf == BIAS:
+        if name not in self.matrices or leaf == BIAS:
             return expert
         own = own_of(self._form(name), expert)
         is_own = leaf.startswith(own.folder) and leaf.removeprefix(own.folder) not in own.form.common_leaves
@@ -265,14 +265,15 @@ class KernelBank(ExpertBank):
 
     def _kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         kernels = {}
-        for name, matrix in self._matrices.items():
+        for name, matrix in self.matrices.items():
             base = self.base[name].materialise() if self.config.has_base_of(name) else None
             own = own_of(self._form(name), expert)
             kernels[name] = own.form.materialise(base, own.arrays(self._arrays(name)), matrix)
         return kernels
 
     @property
-    def _matrices(self) -> dict[str, Matrix]:
+    def matrices(self) -> dict[str, Matrix]:
+        """The matrices of an expert, by name."""
         # Not an attribute: NNX hashes those.
         return ffn_matrices(self.expert, self._d_model)
 
@@ -284,7 +285,7 @@ class KernelBank(ExpertBank):
     def _form(self, name: str) -> KernelForm:
         """The form of the experts' own arrays. With a base, NF4 and LoRA belong to the base."""
         if self._own_form.over_base:
-            return self._own_form.of_matrix(self._matrices[name])
+            return self._own_form.of_matrix(self.matrices[name])
         return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
 
     def _arrays(self, name: str) -> dict[str, Array]:
@@ -294,7 +295,7 @@ class KernelBank(ExpertBank):
         form = self._form(name)
         every = self.delta.arrays()
         own = {path.removeprefix(f"{name}/"): array for path, array in every.items() if path.startswith(f"{name}/")}
-        return form.combine(self._matrices[name], own, {path: every[path] for path in form.shared_leaves})
+        return form.combine(self.matrices[name], own, {path: every[path] for path in form.shared_leaves})
 
     def _base_product(self, name: str, key: Array | None) -> Callable[[Array], Array] | None:
         return partial(self.base[name], key=key) if self.config.has_base_of(name) else None

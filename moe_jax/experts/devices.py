@@ -149,7 +149,7 @@ class Platform(NamedTuple):
       chip: with its peaks, from its maker.
       itemsize: bytes of a number, of activations and of parameters.
       sparse_entry: to multiply a row with one entry of a sparse kernel; None: nothing does this there, and such a
-        product makes dense kernels (`functional.sparse_product`).
+        product makes dense kernels (`functional.sparse.by_entry`).
       scatter: to write one entry of a sparse kernel into a tile.
       gather: to look up one entry of a kernel whose positions are a bitmap.
       unpack: to unpack one code.

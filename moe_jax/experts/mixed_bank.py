@@ -48,13 +48,13 @@ class MixedBank(KernelBank):
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         form, strategy = self._own_form, self._strategy_for(x, routing)
         assert isinstance(form, Mixed)
-        arrays = {name: self._arrays(name) for name in self._matrices}
+        arrays = {name: self._arrays(name) for name in self.matrices}
         biases, y = self.stacked_biases(), jnp.zeros_like(x)
         for number, part in enumerate(form.parts):
             folder, experts = _folder(number), np.asarray(form.experts_of(number))
             own = {
                 name: Kernels(part.of_matrix(matrix), matrix, _below(arrays[name], folder))
-                for name, matrix in self._matrices.items()
+                for name, matrix in self.matrices.items()
             }
             of_part = {name: bias[experts] for name, bias in biases.items()}
             at_part = _at_part(routing, experts, self.num_experts)

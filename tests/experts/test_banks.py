@@ -27,7 +27,7 @@ from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.experts.shapes import Load, ffn_matrices
 from moe_jax.experts.strategy import choose_strategy, strategy_costs, strategy_on
 from moe_jax.functional.routing import Routing
-from moe_jax.functional.sparse_product import entry_rows
+from moe_jax.functional.sparse.by_entry import entry_rows
 from tests.support.numerics import assert_close, from_csr, made_at_once, randomised
 from tests.support.references import experts_reference
 from tests.support.tiers import EVERY, examples, one_in

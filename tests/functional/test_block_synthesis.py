@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from moe_jax.experts.forms import LowRank, Quantized
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.sparse import to_csr
-from moe_jax.functional import sparse_product, synthesis
+from moe_jax.functional import synthesis
 from moe_jax.functional.codes import codes_shape, scales_shape
-from moe_jax.functional.sparse_product import EntryTiles
+from moe_jax.functional.sparse import by_entry
+from moe_jax.functional.sparse.by_entry import EntryTiles
 from moe_jax.functional.synthesis import (
     Operands,
     Tiles,
@@ -162,7 +163,7 @@ def test_blocks_hold_a_bounded_number_of_entries():
 
 def test_entries_as_gpus_make_them_are_those_of_the_loops(monkeypatch):
     for function in (block_product, block_gradients):
-        monkeypatch.setattr(sparse_product, function.__name__, partial(function, interpret=INTERPRET))
+        monkeypatch.setattr(by_entry, function.__name__, partial(function, interpret=INTERPRET))
     (_, trained, positions), rng = experts("entries"), np.random.default_rng(0)
     lhs, dout, sizes = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1]), jnp.asarray([9, 0, 5, 7], jnp.int32)
     given, options = (lhs, trained["values"], positions, sizes), {"width": SHAPE[1]}
@@ -170,6 +171,6 @@ def test_entries_as_gpus_make_them_are_those_of_the_loops(monkeypatch):
     def together(product, gradients, **more):
         return jax.jit(lambda *given: (product(*given[:4], **more), gradients(*given, **more)))(*given, dout)
 
-    loops = together(sparse_product._looped_product, sparse_product._looped_gradients, **options)
-    blocks = together(sparse_product._gpu_product, sparse_product._gpu_gradients, **options, capability=None)
+    loops = together(by_entry._looped_product, by_entry._looped_gradients, **options)
+    blocks = together(by_entry._gpu_product, by_entry._gpu_gradients, **options, capability=None)
     assert_close(blocks, loops)

@@ -14,7 +14,7 @@ from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.sparse import encode_positions, to_csr
 from moe_jax.functional import grouped
 from moe_jax.functional.codes import codes_shape, pack, scales_shape
-from moe_jax.functional.sparse_product import grouped_sparse_matmul
+from moe_jax.functional.sparse.by_entry import grouped_sparse_matmul
 from moe_jax.functional.synthesis import synthesised_matmul
 from tests.support.numerics import assert_close
 from tests.support.tiers import one_in

@@ -9,7 +9,7 @@ from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.shapes import Matrix
-from moe_jax.functional.sparse_product import grouped_sparse_matmul
+from moe_jax.functional.sparse.by_entry import grouped_sparse_matmul
 from moe_jax.functional.synthesis import synthesised_matmul
 from tests.gpu_compile.compiling import MIB, compiled, needs_xla_gpu, shape
 

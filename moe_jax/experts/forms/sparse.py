@@ -9,7 +9,7 @@ The positions of entries have one of three encodings:
   than one in 16 is kept.
 
 Entries lie row by row, columns ascending. Rows and columns are uint16 where they can be: with int32 the positions would
-take more room than values of 16 bits. On the device, `functional.sparse_product` reads the same.
+take more room than values of 16 bits. On the device, `functional.sparse.by_entry` reads the same.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from moe_jax.experts.forms.optional import CostModel, Factored, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
 from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Split, Window, ffn_matrices
 from moe_jax.functional.codes import SCALE_DTYPE, dequantize, pack, scales_shape
-from moe_jax.functional.sparse_product import bitmap_tile, entry_coordinates, grouped_sparse_matmul, scatter_tile
+from moe_jax.functional.sparse.by_entry import bitmap_tile, entry_coordinates, grouped_sparse_matmul, scatter_tile
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 Encoding = Literal["csr", "bitmap", "coo"]
@@ -79,6 +79,24 @@ def encode_positions(
         kept = np.zeros(shape, bool)
         kept.reshape(-1)[positions] = True
     return {"mask": np.packbits(kept, axis=1, bitorder="little")}
+
+
+def decode_positions(
+    leaves: Mapping[str, np.ndarray], shape: tuple[int, int]
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """Returns the rows and columns of the entries of one kernel, row by row, as `encode_positions` was given them.
+
+    Args:
+      leaves: of its positions, in any encoding.
+      shape: [in, out] of the kernel.
+    """
+    if "mask" in leaves:
+        rows, columns = np.nonzero(np.unpackbits(leaves["mask"], axis=1, count=shape[1], bitorder="little"))
+        return rows, columns
+    columns = leaves["columns"]
+    if "rows" in leaves:
+        return leaves["rows"], columns
+    return np.repeat(np.arange(shape[0]), np.diff(leaves["row_ends"], prepend=0)), columns
 
 
 def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:

@@ -77,7 +77,7 @@ def product_with_codes(
         sums = _summed([factors[..., k, None] * for_all(_values_of(one, grid, bits)) for k, one in enumerate(fields)])
         if grid.table is None:  # levels are twice the codes less what all levels of a group lie below them
             sums = 2 * sums - for_all(below) * jnp.sum(blocks, axis=-1, keepdims=True)
-        products = _sum_of_blocks(for_all(scales) * sums)
+        products = sum_of_blocks(for_all(scales) * sums)
         return lax.dynamic_update_slice_in_dim(out, products.reshape(count, -1), start, 1)
 
     most = _TILE_BYTES if count == 1 else _TILE_BYTES_OF_SEVERAL
@@ -134,7 +134,7 @@ def _by_row_of_block(
             yield _Field(of_word & ((2**bits - 1) << shift), shift)
 
 
-def _sum_of_blocks(terms: Float[Array, "g ..."]) -> Float[Array, "..."]:
+def sum_of_blocks(terms: Float[Array, "g ..."]) -> Float[Array, "..."]:
     """Returns the sum, as operations on elements: XLA:CPU has a sum made by a library, which begins too slowly."""
     while (count := terms.shape[0]) > 1:
         # One long sum would take as long as two short ones, and many times as long to compile.

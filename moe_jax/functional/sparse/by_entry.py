@@ -119,7 +119,7 @@ def grouped_sparse_matmul(
     Args:
       lhs: rows sorted by group.
       values: entries of every kernel.
-      positions: of the entries, stacked over the groups: CSR or COO (see `functional.sparse_product`).
+      positions: of the entries, stacked over the groups: CSR or COO (see `functional.sparse.by_entry`).
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
       width: o.
     """
