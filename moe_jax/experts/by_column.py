@@ -15,7 +15,7 @@ from moe_jax.core.data_sheets import available_memory
 from moe_jax.experts.bank import KernelBank
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.devices import current_chip, current_mesh
-from moe_jax.experts.forms.sparse import POSITION_LEAVES, Sparse, decode_positions, index_dtype
+from moe_jax.experts.forms.sparse import POSITION_LEAVES, Sparse, decode_positions
 from moe_jax.experts.forms.sparse_by_column import SparseByColumn
 from moe_jax.experts.linear import Leaves
 from moe_jax.experts.shapes import Matrix
@@ -79,14 +79,14 @@ class _Entries(NamedTuple):
     Attributes:
       stack: axes in front, such as those of layers and experts.
       shape: [in, out] of the matrix.
-      positions: rows and columns of the entries of every kernel.
+      positions: columns and row ends of the entries of every kernel.
       values: of the entries [kernel, n].
       places: that every column is given.
     """
 
     stack: tuple[int, ...]
     shape: tuple[int, int]
-    positions: list[tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]]
+    positions: list[tuple[Int[np.ndarray, " n"], Int[np.ndarray, " i"]]]
     values: Float[np.ndarray, "K n"]
     places: int
 
@@ -105,13 +105,11 @@ class _Entries(NamedTuple):
         leaves = {name: np.asarray(flat[name]) for name in names}
 
         def positions(kernel: int) -> tuple[np.ndarray, np.ndarray]:
-            rows, columns = decode_positions({name: leaf[kernel] for name, leaf in leaves.items()}, matrix.shape)
-            small = tuple(index_dtype(size) for size in matrix.shape)
-            return rows.astype(small[0]), columns.astype(small[1])
+            return decode_positions({name: leaf[kernel] for name, leaf in leaves.items()}, matrix.shape)
 
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(positions, range(math.prod(stack))))
-        fullest = max(int(np.bincount(columns).max(initial=0)) for _, columns in found)
+        fullest = max(int(np.bincount(columns).max(initial=0)) for columns, _ in found)
         return cls(stack, matrix.shape, found, np.asarray(values), max(UNIT, -(-fullest // UNIT) * UNIT))
 
     @property
@@ -126,8 +124,8 @@ class _Entries(NamedTuple):
         out = empty_columns((kernels, *of_kernel), self.shape[0], self.values.dtype)
 
         def lay_out(kernel: int) -> None:
-            own_rows, columns = self.positions[kernel]
-            lay_out_by_column(own_rows, columns, self.values[kernel, : len(columns)], out, kernel)
+            columns, row_ends = self.positions[kernel]
+            lay_out_by_column(columns, row_ends, self.values[kernel, : len(columns)], out, kernel)
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(lay_out, range(kernels)))

@@ -31,7 +31,7 @@ def sparse_kernels(seed: int, experts: int, shape: tuple[int, int], keep: float,
     columns = empty_columns((experts, places, shape[1]), shape[0], dtype)
     for expert, kernel in enumerate(kernels):
         rows, at = np.nonzero(kept[expert])
-        lay_out_by_column(rows, at, kernel[rows, at], columns, expert)
+        lay_out_by_column(at, np.cumsum(kept[expert].sum(axis=1)), kernel[rows, at], columns, expert)
     return kernels.astype(np.float64), Columns(*map(jnp.asarray, columns))
 
 
@@ -70,7 +70,7 @@ def test_a_tile_has_the_columns_of_the_kernel():
 def test_rows_in_bfloat16_are_summed_in_float32():
     ones = np.ones((1, 512, 1), np.float32)
     columns = empty_columns((1, 512, 1), 512, BFLOAT16)
-    lay_out_by_column(np.arange(512), np.zeros(512, int), ones[0, :, 0].astype(BFLOAT16), columns, 0)
+    lay_out_by_column(np.zeros(512, int), np.arange(512) + 1, ones[0, :, 0].astype(BFLOAT16), columns, 0)
     got = grouped_product_by_column(
         jnp.ones((1, 512), jnp.bfloat16), Columns(*map(jnp.asarray, columns)), jnp.ones(1, jnp.int32)
     )

@@ -83,20 +83,21 @@ def encode_positions(
 
 def decode_positions(
     leaves: Mapping[str, np.ndarray], shape: tuple[int, int]
-) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """Returns the rows and columns of the entries of one kernel, row by row, as `encode_positions` was given them.
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " i"]]:
+    """Returns columns and row ends of the entries of one kernel, as `to_csr` does.
 
     Args:
       leaves: of its positions, in any encoding.
       shape: [in, out] of the kernel.
     """
     if "mask" in leaves:
-        rows, columns = np.nonzero(np.unpackbits(leaves["mask"], axis=1, count=shape[1], bitorder="little"))
-        return rows, columns
-    columns = leaves["columns"]
+        kept = np.unpackbits(leaves["mask"], axis=1, count=shape[1], bitorder="little").view(bool)
+        in_rows = kept.sum(axis=1)
+        columns = np.flatnonzero(kept) - np.repeat(np.arange(shape[0]) * shape[1], in_rows)
+        return columns.astype(columns_dtype(shape)), np.cumsum(in_rows, dtype=np.int32)
     if "rows" in leaves:
-        return leaves["rows"], columns
-    return np.repeat(np.arange(shape[0]), np.diff(leaves["row_ends"], prepend=0)), columns
+        return leaves["columns"], np.cumsum(np.bincount(leaves["rows"], minlength=shape[0]), dtype=np.int32)
+    return leaves["columns"], leaves["row_ends"]
 
 
 def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt16
+from scipy.sparse import csr_array
 
 from moe_jax.functional.few_rows.packed_codes import sum_of_blocks
 from moe_jax.functional.grouped import longest_tile, over_groups_with_rows, over_tiles, row_by_row
@@ -153,19 +154,27 @@ def empty_columns(shape: tuple[int, int, int], size: int, dtype: np.dtype) -> Co
 
 
 def lay_out_by_column(
-    rows: Int[np.ndarray, " n"], columns: Int[np.ndarray, " n"], values: Float[np.ndarray, " n"], out: Columns, at: int
+    columns: Int[np.ndarray, " n"],
+    row_ends: Int[np.ndarray, " i"],
+    values: Float[np.ndarray, " n"],
+    out: Columns,
+    at: int,
 ) -> None:
     """Writes the entries of a kernel into columns that are empty.
 
     Args:
-      rows, columns: of the entries, distinct pairs, rows ascending.
+      columns: of the entries, row by row.
+      row_ends: entries in the rows up to and including each.
       values: of the entries.
       out: `empty_columns` with places enough.
       at: the place of the kernel among those stacked there.
     """
-    order = np.argsort(columns, kind="stable")
-    counts = np.bincount(columns, minlength=out.rows.shape[2])
-    place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    _, places, width = out.rows.shape
     kept = values.view(np.uint16) if out.values.dtype == np.uint16 else values.astype(np.float32)
-    at_place = at, place, columns[order]
-    out.rows[at_place], out.values[at_place] = rows[order], kept[order]
+    by_row = csr_array((kept, columns.astype(np.int32), np.append(0, row_ends)), shape=(len(row_ends), width))
+    by_column = by_row.tocsc()
+    is_full = np.arange(places) < np.diff(by_column.indptr)[:, None]
+    for stacked, entries in ((out.rows, by_column.indices), (out.values, by_column.data)):
+        transposed = np.zeros((width, places), stacked.dtype)
+        transposed[is_full] = entries
+        stacked[at] = transposed.T
