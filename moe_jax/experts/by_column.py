@@ -1,4 +1,4 @@
-"""Arranges the sparse deltas of a model by column, with which a CPU generates and scores (`SparseByColumn`)."""
+"""Arranges the sparse deltas of a model by column, with which a CPU generates (`SparseByColumn`)."""
 
 import math
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def arrange_by_column(model: nnx.Module) -> None:
     """Does in place what `by_column` does with a copy."""
     free = available_memory()
     room = math.inf if free is None else free * _MOST_OF_MEMORY
-    for bank in _sparse_banks(model):
+    for bank in list(_sparse_banks(model)):
         matrices = {name: _Entries.of(bank, matrix) for name, matrix in bank.matrices.items()}
         size, whole = (sum(sizes) for sizes in zip(*(entries.sizes for entries in matrices.values()), strict=True))
         if size <= min(whole, room):

@@ -1,4 +1,4 @@
-"""Sparse deltas as a CPU multiplies with them: never stored, made of `Sparse` when a model is to generate or score."""
+"""Sparse deltas as a CPU multiplies with them: never stored, made of `Sparse` when a model is to generate."""
 
 import dataclasses
 from collections.abc import Sequence
