@@ -229,7 +229,7 @@ class KernelBank(ExpertBank):
                 setattr(self, name, Leaves(leaves, self._form(name).is_trained))
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
-        own = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in self.matrices.items()}
+        own = {name: Kernels(self._form(name), matrix, self.arrays_of(name)) for name, matrix in self.matrices.items()}
         experts = FFNs(own, self.stacked_biases(), self.expert.activation)
         return self._applied(x, routing, experts, self._strategy_for(x, routing), key)
 
@@ -268,7 +268,7 @@ class KernelBank(ExpertBank):
         for name, matrix in self.matrices.items():
             base = self.base[name].materialise() if self.config.has_base_of(name) else None
             own = own_of(self._form(name), expert)
-            kernels[name] = own.form.materialise(base, own.arrays(self._arrays(name)), matrix)
+            kernels[name] = own.form.materialise(base, own.arrays(self.arrays_of(name)), matrix)
         return kernels
 
     @property
@@ -288,7 +288,7 @@ class KernelBank(ExpertBank):
             return self._own_form.of_matrix(self.matrices[name])
         return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
 
-    def _arrays(self, name: str) -> dict[str, Array]:
+    def arrays_of(self, name: str) -> dict[str, Array]:
         """The arrays of one matrix of all experts."""
         if not self._own_form.over_base:
             return {path: array for path, array in getattr(self, name).arrays().items() if path != BIAS}

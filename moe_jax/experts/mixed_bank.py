@@ -48,7 +48,7 @@ class MixedBank(KernelBank):
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         form, strategy = self._own_form, self._strategy_for(x, routing)
         assert isinstance(form, Mixed)
-        arrays = {name: self._arrays(name) for name in self.matrices}
+        arrays = {name: self.arrays_of(name) for name in self.matrices}
         biases, y = self.stacked_biases(), jnp.zeros_like(x)
         for number, part in enumerate(form.parts):
             folder, experts = _folder(number), np.asarray(form.experts_of(number))

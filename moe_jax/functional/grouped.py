@@ -195,6 +195,37 @@ def looped_product(
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
+def group_by_group(
+    lhs: Float[Array, "M k"],
+    group_sizes: Int[Array, " E"],
+    width: int,
+    product_of: Callable[[Int[Array, ""]], Callable[[Float[Array, "m k"]], Float[Array, "m n"]]],
+) -> Float[Array, "M n"]:
+    """Does what `looped_product` does with a product of one's own of the rows of a group, a tile of rows at a time.
+
+    Args:
+      lhs, group_sizes, width: see there.
+      product_of: given a group, returns what multiplies rows with its kernel.
+    """
+    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
+
+    def group(e: Array, out: Array) -> Array:
+        product = product_of(e)
+
+        def multiply(tile: int, offset: Array, out: Array) -> Array:
+            # Rows beyond the group are overwritten by the groups that they belong to, which come later.
+            at = starts[e] + offset
+            own = product(lax.dynamic_slice_in_dim(padded, at, tile, 0)).astype(out.dtype)
+            return lax.dynamic_update_slice_in_dim(out, own, at, 0)
+
+        return over_tiles(group_sizes[e], rows, multiply, out)
+
+    out = over_groups_with_rows(group_sizes, group, jnp.zeros((rows + slack, width), lhs.dtype))
+    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+
+
 def row_by_row(
     lhs: Float[Array, "M k"],
     group_sizes: Int[Array, " E"],

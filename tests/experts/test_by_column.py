@@ -13,6 +13,7 @@ from moe_jax.experts import BankConfig
 from moe_jax.experts import by_column as room
 from moe_jax.experts.bank import KernelBank, set_strategy
 from moe_jax.experts.by_column import by_column
+from moe_jax.experts.forms import Sparse
 from moe_jax.experts.forms.sparse_by_column import SparseByColumn
 from moe_jax.generation.engine import Engine
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -40,8 +41,8 @@ def sparse(rate=0.8, **options) -> Decoder:
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(drawn, state))
 
 
-def forms(decoder) -> list:
-    return [bank.config.form for _, bank in nnx.iter_modules(decoder) if isinstance(bank, KernelBank)]
+def forms(decoder) -> list[type]:
+    return [type(bank.config.form) for _, bank in nnx.iter_modules(decoder) if isinstance(bank, KernelBank)]
 
 
 @pytest.mark.parametrize(
@@ -56,20 +57,20 @@ def test_logits_are_those_of_the_model(options, strategy):
     decoder = sparse(**options)
     expected = logits_of(decoder, TOKENS)
     arranged = by_column(decoder)
-    assert all(isinstance(form, SparseByColumn) for form in forms(arranged))
+    assert forms(arranged) == [SparseByColumn]
     set_strategy(arranged, strategy)
     assert_close(logits_of(arranged, TOKENS), expected, 1e-4)
-    assert not any(isinstance(form, SparseByColumn) for form in forms(decoder))
+    assert forms(decoder) == [Sparse]
     assert_close(logits_of(decoder, TOKENS), expected, 0)
 
 
 def test_the_engine_and_what_is_loaded_to_generate_are_arranged(tmp_path):
     model = moe_jax.Model(sparse())
     engine = Engine(model.decoder, draws=False)  # which unstacks the layers
-    assert all(isinstance(form, SparseByColumn) for form in forms(nnx.merge(*engine._parts)))
+    assert forms(nnx.merge(*engine._parts)) == [SparseByColumn]
     source = moe_jax.load(moe_jax.save(model, tmp_path / "sparse")).source
     loaded = Model.of_source(source, Loading.for_generation(source))
-    assert all(isinstance(form, SparseByColumn) for form in forms(loaded.decoder))
+    assert forms(loaded.decoder) == [SparseByColumn]
 
 
 def test_models_without_sparse_deltas_stay_as_they_are():
@@ -78,9 +79,23 @@ def test_models_without_sparse_deltas_stay_as_they_are():
 
 
 def test_entries_that_would_take_more_room_than_kernels_stay_as_they_are():
-    assert not any(isinstance(form, SparseByColumn) for form in forms(by_column(sparse(rate=0.2))))
+    assert forms(by_column(sparse(rate=0.2))) == [Sparse]
+
+
+def test_entries_that_lie_in_few_columns_stay_as_they_are():
+    """Their columns would be as long as those of whole kernels, and have the rows beside them."""
+    decoder = sparse(encoding="coo", rate=0.95)
+    for _, bank in nnx.iter_modules(decoder):
+        if isinstance(bank, KernelBank):
+            for name, matrix in bank.matrices.items():
+                leaves = getattr(bank.delta, name)
+                count = leaves.rows.shape[-1]
+                rows, columns = np.arange(count) % matrix.shape[0], np.arange(count) // matrix.shape[0]
+                for leaf, places in ((leaves.rows, rows), (leaves.columns, columns)):
+                    leaf[...] = jnp.broadcast_to(jnp.asarray(places, leaf.dtype), leaf.shape)
+    assert forms(by_column(decoder)) == [Sparse]
 
 
 def test_entries_that_memory_has_no_room_for_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(room, "available_memory", lambda: 1000)
-    assert not any(isinstance(form, SparseByColumn) for form in forms(by_column(sparse())))
+    assert forms(by_column(sparse())) == [Sparse]

@@ -222,7 +222,7 @@ def test_banks_over_a_mesh_are_those_of_one_device(name, axes):
     bank = nnx.merge(graphdef, params, rest)
     kernels = nnx.jit(lambda bank: bank.kernels(1))(bank)
     for name, matrix in bank._matrices.items():
-        own = {leaf: np.asarray(array)[1] for leaf, array in bank._arrays(name).items()}
+        own = {leaf: np.asarray(array)[1] for leaf, array in bank.arrays_of(name).items()}
         np.testing.assert_allclose(kernels[name], decoded(own, config.form, matrix.shape[0]), rtol=1e-6, atol=1e-6)
     mesh = make_mesh(axes)
 

@@ -27,7 +27,6 @@ def draw(by_model: "Mapping[str, tuple[Sequence[Point], float]]", file: Path) ->
     figure, panels = plt.subplots(1, len(by_model), figsize=(5.2 * len(by_model), 4.5), squeeze=False)
     for panel, (model, (points, before)) in zip(panels.flat, by_model.items(), strict=True):
         found: dict[str, list[tuple[float, float]]] = {}
-        most = 0.0
         for point in points:
             found.setdefault(_family(point), []).append(
                 (point.bits, statistics.fmean(point.by_draw("losses").values()))
@@ -35,11 +34,10 @@ def draw(by_model: "Mapping[str, tuple[Sequence[Point], float]]", file: Path) ->
         for family, places in found.items():
             bits, losses = zip(*sorted(places), strict=True)
             added = [loss - before for loss in losses]
-            most = max(most, *added)
             marker = next((mark for word, mark in _MARKERS.items() if word in family), "v")
             panel.plot(bits, added, marker=marker, linewidth=1 if family.startswith(OURS) else 0, label=family)
         panel.set_title(model, fontsize=10)
-        if most > _LINEAR_UP_TO:  # otherwise it would have no ticks but its ends
+        if panel.dataLim.ymax > _LINEAR_UP_TO:  # otherwise it would have no ticks but its ends
             panel.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
         panel.set_xlabel("bits per weight of the whole model")
         panel.grid(alpha=0.3)

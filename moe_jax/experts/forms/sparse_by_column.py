@@ -1,7 +1,7 @@
 """Sparse deltas as a CPU multiplies with them: never stored, made of `Sparse` when a model is to generate."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class SparseByColumn(CostModel, Factored, KernelForm):
         return self.stored_specs(split)
 
     def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
-        return sum(self.places[matrix.index] * matrix.shape[1] for matrix in ffn_matrices(expert, d_model).values())
+        return self._entries(ffn_matrices(expert, d_model).values())
 
     # ---- how it is applied ------------------------------------------------------------------------------------------
 
@@ -75,5 +75,5 @@ class SparseByColumn(CostModel, Factored, KernelForm):
         entrywise = Cost(load.rows * self._entries(matrices) * seconds)
         return super().delta_costs(matrices, load, platform) | {"entrywise": entrywise}
 
-    def _entries(self, matrices: Sequence[Matrix]) -> int:
+    def _entries(self, matrices: Iterable[Matrix]) -> int:
         return sum(self.places[matrix.index] * matrix.shape[1] for matrix in matrices)

@@ -7,6 +7,7 @@ alike. An entry takes a quarter of a nanosecond for one row, a tenth of what one
 is looked up for all of them at once.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from scipy.sparse import csr_array
 
 from moe_jax.functional.few_rows.packed_codes import sum_of_blocks
-from moe_jax.functional.grouped import longest_tile, over_groups_with_rows, over_tiles, row_by_row
+from moe_jax.functional.grouped import group_by_group, row_by_row
 from moe_jax.kernels.plain import zero_rows_beyond
 
 UNIT = 8
@@ -50,15 +51,14 @@ def grouped_product_by_column(
       kernels: one per group.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
     """
-    width, wide = kernels.rows.shape[2], lhs.astype(jnp.float32)
+    width = kernels.rows.shape[2]
 
     def of_a_row(row: Float[Array, "1 i"], group: Int[Array, ""]) -> Float[Array, "1 o"]:
-        return _product_of_a_row(row[0], kernels, group)[None]
+        return _product_of_a_row(row[0].astype(jnp.float32), kernels, group)[None]
 
-    if lhs.shape[0] <= MOST_ROWS and group_sizes.shape[0] > 1:
-        out = row_by_row(wide, group_sizes, width, of_a_row)
-    else:
-        out = _by_tiles(wide, kernels, group_sizes)
+    if lhs.shape[0] > MOST_ROWS or group_sizes.shape[0] == 1:
+        return group_by_group(lhs, group_sizes, width, lambda group: partial(_product_of_rows, kernels, group))
+    out = row_by_row(lhs, group_sizes, width, of_a_row)
     return zero_rows_beyond(out.astype(lhs.dtype), jnp.sum(group_sizes))
 
 
@@ -79,7 +79,7 @@ def tile_by_column(
 
 
 def _product_of_a_row(row: Float[Array, " i"], kernels: Columns, group: Int[Array, ""]) -> Float[Array, " o"]:
-    """As for codes (`few_rows.packed_codes`), the sum over a block of places is written out: XLA:CPU makes one loop."""
+    """Writes out the sum over a block of places, as for codes (`few_rows.packed_codes`): XLA:CPU makes one loop."""
     zero = jnp.zeros((), jnp.int32)
 
     def places(array: Array, place: int) -> Array:
@@ -93,35 +93,19 @@ def _product_of_a_row(row: Float[Array, " i"], kernels: Columns, group: Int[Arra
     return sum_of_blocks(sum((terms(place) for place in range(1, _OF_A_ROW)), terms(0)))
 
 
-def _by_tiles(lhs: Float[Array, "M i"], kernels: Columns, group_sizes: Int[Array, " E"]) -> Float[Array, "M o"]:
-    (count, _), (_, depth, width) = lhs.shape, kernels.rows.shape
-    starts, slack = jnp.cumsum(group_sizes) - group_sizes, longest_tile(count)
-    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
+def _product_of_rows(kernels: Columns, group: Int[Array, ""], rows: Float[Array, "m i"]) -> Float[Array, "m o"]:
+    _, depth, width = kernels.rows.shape
+    # Transposed, so that the inputs of all rows that an entry is multiplied with lie side by side.
+    inputs, zero = rows.astype(jnp.float32).T, jnp.zeros((), jnp.int32)
 
-    def multiply(group: Array, block: Float[Array, "m i"]) -> Float[Array, "m o"]:
-        # Transposed, so that the inputs of all rows that an entry is multiplied with lie side by side.
-        inputs, zero = block.T, jnp.zeros((), jnp.int32)
+    def turn(number: Array, out: Array) -> Array:
+        origin, size = (group, number * _OF_MANY_ROWS, zero), (1, _OF_MANY_ROWS, width)
+        of_places, values = (lax.dynamic_slice(array, origin, size)[0] for array in kernels)
+        for place in range(_OF_MANY_ROWS):
+            out = out + _looked_up(inputs, of_places[place]) * _wide(values[place])[:, None]
+        return out
 
-        def turn(number: Array, out: Array) -> Array:
-            origin, size = (group, number * _OF_MANY_ROWS, zero), (1, _OF_MANY_ROWS, width)
-            rows, values = (lax.dynamic_slice(array, origin, size)[0] for array in kernels)
-            for place in range(_OF_MANY_ROWS):
-                out = out + _looked_up(inputs, rows[place]) * _wide(values[place])[:, None]
-            return out
-
-        zeros = jnp.zeros((width, block.shape[0]), jnp.float32)
-        return lax.fori_loop(0, depth // _OF_MANY_ROWS, turn, zeros).T
-
-    def of_group(group: Array, out: Array) -> Array:
-        def of_tile(rows: int, offset: Array, out: Array) -> Array:
-            at = starts[group] + offset
-            # Rows beyond the group are overwritten by the groups that they belong to, which come later.
-            product = multiply(group, lax.dynamic_slice_in_dim(padded, at, rows, 0))
-            return lax.dynamic_update_slice_in_dim(out, product, at, 0)
-
-        return over_tiles(group_sizes[group], count, of_tile, out)
-
-    return over_groups_with_rows(group_sizes, of_group, jnp.zeros((count + slack, width), jnp.float32))[:count]
+    return lax.fori_loop(0, depth // _OF_MANY_ROWS, turn, jnp.zeros((width, rows.shape[0]), jnp.float32)).T
 
 
 def _looked_up(inputs: Float[Array, "i ..."], rows: UInt16[Array, "..."]) -> Float[Array, "..."]:
@@ -141,16 +125,9 @@ def _wide(values: Array) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(values.astype(jnp.uint32) << 16, jnp.float32)
 
 
-def empty_columns(shape: tuple[int, int, int], size: int, dtype: np.dtype) -> Columns:
-    """Returns NumPy arrays [K, k, o] of kernels without entries.
-
-    Args:
-      shape: of the arrays.
-      size: rows of a kernel.
-      dtype: of the values, which are kept in float32 unless it is bfloat16.
-    """
-    rows = np.zeros(shape, np.uint16 if size <= 1 << 16 else np.int32)
-    return Columns(rows, np.zeros(shape, np.uint16 if dtype == ml_dtypes.bfloat16 else np.float32))  # type: ignore
+def kept_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in which `Columns` have values of a dtype."""
+    return np.dtype(np.uint16 if dtype == ml_dtypes.bfloat16 else np.float32)
 
 
 def lay_out_by_column(
@@ -160,13 +137,13 @@ def lay_out_by_column(
     out: Columns,
     at: int,
 ) -> None:
-    """Writes the entries of a kernel into columns that are empty.
+    """Writes the entries of a kernel into empty columns.
 
     Args:
       columns: of the entries, row by row.
       row_ends: entries in the rows up to and including each.
       values: of the entries.
-      out: `empty_columns` with places enough.
+      out: NumPy arrays of zeros, with places enough.
       at: the place of the kernel among those stacked there.
     """
     _, places, width = out.rows.shape

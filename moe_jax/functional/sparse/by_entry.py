@@ -9,7 +9,7 @@ block of experts are made dense, rounded to the dtype of the rows, and multiplie
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.functional.grouped import longest_tile, over_tiles
+from moe_jax.functional.grouped import group_by_group, longest_tile, over_tiles
 from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
 from moe_jax.kernels.plain import zero_rows_beyond
@@ -146,22 +146,11 @@ grouped_sparse_matmul.defvjp(_forward, _backward)
 
 
 def _looped_product(lhs: Array, values: Array, positions: Positions, group_sizes: Array, *, width: int) -> Array:
-    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts = jnp.cumsum(group_sizes) - group_sizes
-    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
-
-    def group(e: Array, out: Array) -> Array:
+    def product_of(e: Array) -> Callable[[Array], Array]:
         coordinates = _coordinates(positions, e)
+        return lambda block: _product(block.astype(jnp.float32), values[e].astype(jnp.float32), *coordinates, width)
 
-        def multiply(tile: int, offset: Array, out: Array) -> Array:
-            block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
-            product = _product(block.astype(jnp.float32), values[e].astype(jnp.float32), *coordinates, width)
-            return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), starts[e] + offset, 0)
-
-        return over_tiles(group_sizes[e], rows, multiply, out)
-
-    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
-    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+    return group_by_group(lhs, group_sizes, width, product_of)
 
 
 def _looped_gradients(
