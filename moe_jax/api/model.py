@@ -22,9 +22,9 @@ from moe_jax.core.verb_spec import Option, Spec
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.distributed.sharding import make_mesh, mesh_of
-from moe_jax.experts.by_column import arrange_by_column
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
+from moe_jax.generation.arranged.for_generation import arrange, arranged
 from moe_jax.generation.layer_loop import loops
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.model_io.loading import abstract_model, dtype_for_generation, load_model
@@ -43,7 +43,7 @@ class Loading:
 
     Attributes:
       dtype, compute_dtype, remat, mesh, stacked: as in `load`.
-      arranged: whether a CPU is given sparse deltas by column, with which it generates (`experts.by_column`).
+      arranged: whether arrays are arranged for a CPU to generate with (`generation.arranged`).
     """
 
     dtype: str | None = None
@@ -55,16 +55,24 @@ class Loading:
 
     @classmethod
     def for_generation(
-        cls, source: ModelSource, *, compute_dtype: str = "float32", mesh: Mesh | None = None, tokens: int | None = None
+        cls,
+        source: ModelSource,
+        *,
+        compute_dtype: str = "float32",
+        mesh: Mesh | None = None,
+        rows: int | None = None,
+        tokens: int | None = None,
     ) -> "Loading":
         """Returns the options for a model that does nothing but generate.
 
         Args:
           source, compute_dtype, mesh: as in `load_model`.
+          rows: that are generated together at most; None: not known.
           tokens: of all rows that are generated together, if they are few: see `layer_loop.loops`.
         """
-        dtype = dtype_for_generation(source, compute_dtype, mesh)
-        stacked = mesh is None and loops(abstract_model(source.config, compute_dtype=compute_dtype), tokens)
+        dtype = dtype_for_generation(source, compute_dtype, mesh, rows=rows)
+        config = source.config if dtype is None else dataclasses.replace(source.config, dtype=dtype)
+        stacked = mesh is None and loops(arranged(abstract_model(config, compute_dtype=compute_dtype)), tokens)
         return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=stacked, arranged=mesh is None)
 
 
@@ -141,7 +149,7 @@ class Model:
                 stacked=loading.stacked,
             )
             if loading.arranged:
-                arrange_by_column(self._decoder)
+                arrange(self._decoder)
             if loading.dtype is not None:
                 self._decoder.config = dataclasses.replace(self._decoder.config, dtype=loading.dtype)
             # From here on the decoder is the model: it may be changed.

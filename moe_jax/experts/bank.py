@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -19,7 +20,7 @@ from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.factored import factored_ffn
 from moe_jax.experts.forms.coding import CodedJointly, own_of
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.forms.whole import whole_form
+from moe_jax.experts.forms.whole import Full, whole_form
 from moe_jax.experts.hidden_rows import FFNs, Kernels
 from moe_jax.experts.linear import BIAS, Leaves, ffn_linears, lora_for
 from moe_jax.experts.over_mesh import apply_experts
@@ -27,7 +28,7 @@ from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices, 
 from moe_jax.experts.strategy import check_strategy, choose_strategy, strategy_from_environment
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing import NO_EXPERT, Routing
 
 
 class ExpertBank(Summarised, abc.ABC):
@@ -197,6 +198,9 @@ class KernelBank(ExpertBank):
         >>> isinstance(full, moe_jax.KernelBank), full.num_parameters()
         (True, 6144)
 
+    While a model generates, the experts of all layers may lie in the arrays of each bank (`arranged.of_all_layers`):
+    the leaf `first` then says which is the first of the layer.
+
     Whole kernels are `gate`, `up` [E, d, f] and `down` [E, f, d], in the form that NF4 and LoRA give them. Otherwise
     the leaves of the experts' own parts lie below `delta`, and `base` holds kernels [in, out] unless the config has no
     base. Such experts are applied in one of two exact ways, chosen by `experts.strategy`: *factored*, with the products
@@ -205,6 +209,8 @@ class KernelBank(ExpertBank):
     (`FFNConfig.nf4`) is always factored. One in codes of its own (`BankConfig.base_codes`) is made once for each
     synthesised product, and forgotten.
     """
+
+    first: nnx.Variable | None = None
 
     def __init__(
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
@@ -230,8 +236,24 @@ class KernelBank(ExpertBank):
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         own = {name: Kernels(self._form(name), matrix, self.arrays_of(name)) for name, matrix in self.matrices.items()}
-        experts = FFNs(own, self.stacked_biases(), self.expert.activation)
-        return self._applied(x, routing, experts, self._strategy_for(x, routing), key)
+        experts, strategy = FFNs(own, self.stacked_biases(), self.expert.activation), self._strategy_for(x, routing)
+        if self.first is not None:
+            routing, experts = self._among_all(routing, experts, strategy)
+        return self._applied(x, routing, experts, strategy, key)
+
+    def _among_all(self, routing: Routing, experts: FFNs, strategy: str) -> tuple[Routing, FFNs]:
+        """Takes the experts of this layer to be among those of all layers; side by side, those of all would be used."""
+        assert self.first is not None
+        first = self.first[...]
+        if strategy != "factored-side-by-side":
+            is_one = (routing.experts >= 0) & (routing.experts < self.num_experts)
+            return routing._replace(experts=jnp.where(is_one, routing.experts + first, NO_EXPERT)), experts
+        own = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=self.num_experts)
+        arrays = {
+            name: {path: own(array) for path, array in kernel.arrays.items()}
+            for name, kernel in experts.kernels.items()
+        }
+        return routing, experts.with_arrays(arrays, jax.tree.map(own, dict(experts.biases)))
 
     def _strategy_for(self, x: Float[Array, "T d"], routing: Routing) -> str:
         if not self._own_form.over_base:
@@ -250,7 +272,7 @@ class KernelBank(ExpertBank):
                     codes = self.config.base_codes.form.of_matrix(kernels[name].matrix)
                     kernels[name] = kernels[name].over(codes, self.base[name].arrays())
                 else:
-                    kernels[name].arrays[BASE] = self.base[name].materialise()
+                    kernels[name].arrays[BASE] = self.base[name].operand()
             return apply_experts(x, routing, experts._replace(kernels=kernels), self.exchange)
         bases = {name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()}
         return factored_ffn(x, routing, bases, experts, strategy.removeprefix("factored-"))
@@ -286,7 +308,8 @@ class KernelBank(ExpertBank):
         """The form of the experts' own arrays. With a base, NF4 and LoRA belong to the base."""
         if self._own_form.over_base:
             return self._own_form.of_matrix(self.matrices[name])
-        return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
+        given = None if isinstance(self._own_form, Full) else self._own_form
+        return whole_form(self.expert.nf4, lora_for(self.expert.lora, name), given)
 
     def arrays_of(self, name: str) -> dict[str, Array]:
         """The arrays of one matrix of all experts."""

@@ -115,6 +115,10 @@ class BankConfig:
         given = [short_repr(self.form), beside.removeprefix("_Sharing(").removesuffix(")")]
         return f"BankConfig({', '.join(filter(None, given))})"
 
+    def of_same_base(self, form: ExpertForm) -> "BankConfig":
+        """Returns the config of experts of another form over the same base."""
+        return BankConfig(form, base=self.base, train_base=self.train_base, base_codes=self.base_codes)
+
     @property
     def kind(self) -> str:
         """The name of the form, for messages and tables."""

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.devices import current_mesh
-from moe_jax.experts.forms import Coded, Matrix
+from moe_jax.experts.forms import KernelForm, Matrix
 from moe_jax.experts.shapes import Arrays, Window
 
 
@@ -16,12 +16,12 @@ class CodedTable(NamedTuple):
     """The kernel, as an embedding and as a head use it.
 
     Attributes:
-      form: its codes.
+      form: its codes, or another form of a whole kernel.
       matrix: its shape, [d, V].
       arrays: its leaves, by their paths below the module: `coded/codes` and so on.
     """
 
-    form: Coded
+    form: KernelForm
     matrix: Matrix
     arrays: Arrays
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt16
 
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.whole import Full, WithLoRA, whole_form
+from moe_jax.experts.forms.whole_as_bits import WholeAsBits
 from moe_jax.experts.shapes import FFNConfig, LoRAConfig, Matrix, Split, ffn_matrices
 from moe_jax.functional.dense import Product, hidden, linear, sum_of_products
 from moe_jax.functional.keys import fold_in
@@ -16,6 +17,10 @@ from moe_jax.functional.keys import fold_in
 
 class Fixed(nnx.Variable):
     """An array that is saved with the model and never trained: positions, codes, scales of NF4 kernels."""
+
+
+class OfAllLayers(Fixed):
+    """An array of all layers that are stacked, which a loop over them gives to every turn as it is."""
 
 
 class Leaves(nnx.Module):
@@ -58,6 +63,7 @@ class Linear(Leaves):
     """`x W + b`. The kernel [in, out] is plain or stored in codes, and may have LoRA, `scale * (x A) B`, beside it."""
 
     kernel: nnx.Param
+    transposed: nnx.Variable
 
     def __init__(
         self,
@@ -117,6 +123,10 @@ class Linear(Leaves):
     def materialise(self) -> Float[Array, "i o"]:
         """The kernel with LoRA merged: float32, or a plain kernel without LoRA as it is stored."""
         return self.form.materialise(None, self._kernel(), self.matrix)
+
+    def operand(self) -> Float[Array, "i o"] | UInt16[Array, "o i"]:
+        """The kernel as products in `functional.synthesis` take it as a base: whole, or as bits [out, in]."""
+        return self.transposed[...] if isinstance(self.form, WholeAsBits) else self.materialise()
 
     def _kernel(self) -> dict[str, Array]:
         return {path: array for path, array in self.arrays().items() if path != BIAS}

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt16
 
+from moe_jax.functional.few_rows.bfloat16_bits import widened
 from moe_jax.functional.few_rows.bfloat16_kernels import sums_in_float32
 from moe_jax.functional.grouped import (
     longest_tile,
@@ -149,14 +150,15 @@ class Operands(NamedTuple):
 
     Attributes:
       lhs: rows sorted by group.
-      base: shared by all groups; None: there is none.
+      base: shared by all groups; None: there is none. A CPU may be given it as bits, for products alone
+        (`few_rows.bfloat16_bits`).
       trained: floating-point arrays of the experts by name, stacked over the groups.
       fixed: arrays of the experts without a gradient by name, integer or frozen ones, stacked over the groups.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
     """
 
     lhs: Float[Array, "M i"]
-    base: Float[Array, "i o"] | None
+    base: Float[Array, "i o"] | UInt16[Array, "o i"] | None
     trained: Stacked
     fixed: Stacked
     group_sizes: Int[Array, " E"]
@@ -319,7 +321,9 @@ def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:
 
 
 def _base_tile(base: Array | None, start: Any, width: int) -> Float[Array, "i w"] | None:
-    return None if base is None else lax.dynamic_slice_in_dim(base, start, width, 1).astype(jnp.float32)
+    if base is None or base.dtype != jnp.uint16:
+        return None if base is None else lax.dynamic_slice_in_dim(base, start, width, 1).astype(jnp.float32)
+    return widened(lax.dynamic_slice_in_dim(base, start, width, 0)).T
 
 
 def _float32(array: Array) -> Array:

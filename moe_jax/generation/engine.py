@@ -21,11 +21,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
-from moe_jax.experts.by_column import by_column
 from moe_jax.experts.devices import current_chip
 from moe_jax.functional.grouped import of_this_turn
 from moe_jax.functional.sampling import sample
 from moe_jax.generation.ahead import Ahead
+from moe_jax.generation.arranged.for_generation import arranged
 from moe_jax.generation.continued_rows import Asked, Rows
 from moe_jax.generation.layer_loop import for_rows
 from moe_jax.generation.pictures import PictureFeatures, Pictures
@@ -250,7 +250,7 @@ class Engine:
 
     def __init__(self, model: Decoder, *, draws: bool, scores: bool = False, tokens: int | None = None):
         self.config = model.config
-        model = by_column(for_rows(model, tokens))
+        model = for_rows(arranged(model), tokens)
         self._parts, stacked = nnx.split(model), is_stacked(model)
         self._mesh = mesh_of(self._parts[1])
         self._wanted = {"draws": draws, "scores": scores}

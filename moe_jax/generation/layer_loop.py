@@ -13,6 +13,7 @@ from flax import nnx
 
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.experts.devices import current_chip
+from moe_jax.generation.arranged.of_all_layers import join_experts
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder, init_cache, is_stacked, unstacked
 
@@ -20,7 +21,7 @@ _MOST_COPIED = 1 / 64
 """Share of the layers' bytes that may be copied: norms and routers have less, one kernel has more."""
 _MOST_CACHED = 1 / 4
 """Bytes of caches beside those of codes that a token reads: they are read, written and read again instead of once."""
-_CODE = jnp.uint8
+_CODES = (jnp.uint8, jnp.uint16)
 
 
 def loops(model: Decoder, tokens: int | None) -> bool:
@@ -38,13 +39,19 @@ def loops(model: Decoder, tokens: int | None) -> bool:
 
 
 def for_rows(model: Decoder, tokens: int | None) -> Decoder:
-    """Returns the model as it generates best: as it is, or unstacked, which copies the layers of one that is stacked.
+    """Returns the model as it generates best: in a loop over its layers, or unstacked, which copies stacked ones.
+
+    In a loop, experts are those of all layers (`arranged.of_all_layers`).
 
     Args:
       model: stacked or not, on one device or split over a mesh.
       tokens: see `loops`.
     """
-    return model if loops(model, tokens) and mesh_of(nnx.state(model)) is None else unstacked(model)
+    if not loops(model, tokens) or mesh_of(nnx.state(model)) is not None:
+        return unstacked(model)
+    copy = nnx.merge(*nnx.split(model))
+    join_experts(copy)
+    return copy
 
 
 def _is_codes(model: Decoder) -> bool:
@@ -53,7 +60,7 @@ def _is_codes(model: Decoder) -> bool:
     for path, leaf in _leaves(model):
         forms.setdefault(path[:-1], []).append(leaf)
     sizes = {path: sum(map(_nbytes, leaves)) for path, leaves in forms.items()}
-    coded = {path for path, leaves in forms.items() if any(leaf.dtype == _CODE for leaf in leaves)}
+    coded = {path for path, leaves in forms.items() if any(leaf.dtype in _CODES for leaf in leaves)}
     others = sum(size for path, size in sizes.items() if path not in coded)
     return others <= _MOST_COPIED * sum(sizes.values())
 

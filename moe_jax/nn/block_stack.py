@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
+from moe_jax.experts.linear import OfAllLayers
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
@@ -107,7 +108,7 @@ class BlockStack(Summarised):
                     f"layer {at} is a {name}, which cannot continue rows: compute whole rows, without caches"
                 )
         # One by one: Flax cannot split a list of modules while `nnx.capture` looks at them.
-        graphdefs, params = zip(*map(nnx.split, self.blocks), strict=True)
+        graphdefs, of_all, params = zip(*(nnx.split(block, OfAllLayers, ...) for block in self.blocks), strict=True)
         fills_cross = context.source is not None and context.source.output is not None
         arrays, fixed = context.split()
         asked = Asked(self._positions(inside.hidden_states), self._changes_by_position(inside.changes))
@@ -118,12 +119,13 @@ class BlockStack(Summarised):
             # Without a loop: caches would be copied into and out of a loop of one turn.
             first = jax.tree.map(lambda array: array[0], (params, caches, biases))
             one = first[0], first[1], jnp.int32(self.start), first[2]
-            given = graphdefs, fixed, asked, x, one, arrays, key
+            given = graphdefs, fixed, asked, x, one, of_all, arrays, key
             x, found = _apply_first(*given) if with_functions else _apply_once(_methods(self.blocks), *given)
             found = jax.tree.map(lambda array: array[None], found)
         else:
             first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
-            given = graphdefs, fixed, asked, remat, x, (params, caches, first_layers, biases), arrays, key
+            each = params, caches, first_layers, biases
+            given = graphdefs, fixed, asked, remat, x, each, of_all, arrays, key
             if with_functions or any(map(is_traced, jax.tree.leaves(given[4:]))):
                 x, found = _apply_repeats(*given)
             else:
@@ -166,14 +168,18 @@ def _apply_repeats(
     remat: str,
     x: Array,
     scanned: tuple,
+    of_all: tuple[nnx.State, ...],
     arrays: Any,
     key: Array | None,
 ) -> tuple[Array, _Found]:
-    """Applies a pattern again and again; `scanned` is what `_apply_pattern` is given, stacked over the repeats."""
+    """Applies a pattern again and again; `scanned` is what `_apply_pattern` is given, stacked over the repeats.
+
+    `of_all` are the `OfAllLayers` of the blocks.
+    """
     context = Context.joined(arrays, fixed)
 
     def repeat(x: Array, given: tuple) -> tuple[Array, _Found]:
-        return _apply_pattern(graphdefs, x, given, context, key, asked)
+        return _apply_pattern(graphdefs, x, given, of_all, context, key, asked)
 
     if remat != "none":
         # Inside scan the loop itself keeps the compiler from merging the two forward passes.
@@ -191,14 +197,20 @@ def _apply_repeats_alone(methods: tuple[Any, ...], *given: Any) -> tuple[Array, 
 
 
 def _apply_pattern(
-    graphdefs: tuple[nnx.GraphDef, ...], x: Array, given: tuple, context: Context, key: Array | None, asked: Asked
+    graphdefs: tuple[nnx.GraphDef, ...],
+    x: Array,
+    given: tuple,
+    of_all: tuple[nnx.State, ...],
+    context: Context,
+    key: Array | None,
+    asked: Asked,
 ) -> tuple[Array, _Found]:
     """Applies blocks in order; `given` are their parameters, their caches, the index of the first block, and biases."""
     params, caches, first_layer, biases = given
     fills_cross = context.source is not None and context.source.output is not None
     changes = dict(asked.changes)
     new_caches, stats, routings, inputs = [], [], {}, {}
-    blocks = [nnx.merge(*parts) for parts in zip(graphdefs, params, strict=True)]
+    blocks = [nnx.merge(*parts) for parts in zip(graphdefs, of_all, params, strict=True)]
     for position, block in enumerate(blocks):
         layer = first_layer + position
         if position in asked.inputs:
@@ -222,11 +234,12 @@ def _apply_first(
     asked: Asked,
     x: Array,
     given: tuple,
+    of_all: tuple[nnx.State, ...],
     arrays: Any,
     key: Array | None,
 ) -> tuple[Array, _Found]:
     """Applies a pattern once; `given` is for `_apply_pattern`."""
-    return _apply_pattern(graphdefs, x, given, Context.joined(arrays, fixed), key, asked)
+    return _apply_pattern(graphdefs, x, given, of_all, Context.joined(arrays, fixed), key, asked)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.core.errors import InputError
 from moe_jax.experts.coded_table import CodedTable
 from moe_jax.experts.devices import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
+from moe_jax.experts.forms import KernelForm
 from moe_jax.experts.linear import Leaves, apply_ffn, ffn_linears
 from moe_jax.experts.linear import Linear as Linear
 from moe_jax.experts.shapes import FFNConfig, Matrix, normal_kernel
@@ -22,6 +23,7 @@ from moe_jax.functional.cross_entropy import (
     weighted_cross_entropy,
 )
 from moe_jax.functional.dense import layer_norm, linear_float32, rms_norm
+from moe_jax.functional.few_rows.bfloat16_kernels import row_after_row
 from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.linear_codes import EMBED, HEAD, codes_of
@@ -195,7 +197,8 @@ class Head(Leaves):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         shape = (config.d_model, config.num_outputs)
-        self.codes, self.matrix = codes_of(config.codes, HEAD), Matrix("", shape)
+        self.codes: KernelForm | None = codes_of(config.codes, HEAD)
+        self.matrix = Matrix("", shape)
         if self.codes is not None:
             leaves = self.codes.fresh(rngs, self.matrix, (), dtype)
         else:
@@ -216,7 +219,8 @@ class Head(Leaves):
         if isinstance(table, CodedTable):
             logits = table.logits(self._hidden(x))
         else:
-            logits = linear_float32(self._hidden(x), table.T if self.is_tied else table)
+            x = self._hidden(x)
+            logits = row_after_row(x, table, _tied_logits) if self.is_tied else linear_float32(x, table)
         return finish_logits(logits, bias, self.scale, self.soft_cap)
 
     def token_losses(
@@ -279,6 +283,10 @@ class Head(Leaves):
         kernel, transposed = (table.kernel(x.dtype), False) if is_coded else (table, self.is_tied)
         axes = _axes(x.shape[:2], *self.matrix.shape)
         return HeadOptions(self.scale, self.soft_cap, transposed, axes), x, kernel, bias
+
+
+def _tied_logits(x: Float[Array, "... d"], embedding: Float[Array, "V d"]) -> Float[Array, "... V"]:
+    return linear_float32(x, embedding.T)
 
 
 def _axes(batch: tuple[int, ...], width: int, vocabulary: int) -> LossAxes | None:

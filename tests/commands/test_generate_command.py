@@ -271,13 +271,15 @@ def test_a_broken_generation_config_is_refused(config, tmp_path, capsys, content
     assert message in capsys.readouterr().err
 
 
-def test_on_a_cpu_weights_are_widened_once_and_not_for_every_token(config, tmp_path, monkeypatch):
+def test_on_a_cpu_weights_of_many_rows_are_widened_once_and_not_for_every_token(config, tmp_path, monkeypatch):
     narrow = dataclasses.replace(config, dtype="bfloat16")
     model = write_model(tmp_path / "narrow", narrow, random_leaves(narrow))
     stored = moe_jax.generate(moe_jax.load(model), [5, 6, 7], max_new_tokens=6)
     assert moe_jax.generate(model, [5, 6, 7], max_new_tokens=6).ids == stored.ids
     source = open_source(model)
     assert loading.dtype_for_generation(source, "float32") == "float32"
+    assert loading.dtype_for_generation(source, "float32", rows=9) == "float32"
+    assert loading.dtype_for_generation(source, "float32", rows=1) is None
     assert loading.dtype_for_generation(source, "bfloat16") is None
     monkeypatch.setattr(loading, "available_memory", lambda: 1000)
     assert loading.dtype_for_generation(source, "float32") is None

@@ -15,7 +15,7 @@ from moe_jax.experts import BankConfig, FFNConfig, make_bank
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.shapes import Matrix, Window
 from moe_jax.functional import synthesis
-from moe_jax.functional.few_rows import packed_codes
+from moe_jax.functional.few_rows import blocks, packed_codes
 from moe_jax.functional.routing import Routing
 from tests.experts.code_reference import decoded
 from tests.support.numerics import assert_close, normal, randomised
@@ -80,7 +80,7 @@ def test_few_rows_need_no_kernel(name, size, columns, count, seed):
     expected = decoded({name: leaf[1] for name, leaf in leaves.items()}, form, size)
     with pytest.MonkeyPatch.context() as patched:
         for most in ("_TILE_BYTES", "_TILE_BYTES_OF_SEVERAL"):
-            patched.setattr(packed_codes, most, size * count)
+            patched.setattr(blocks, most, size * count)
         got = jax.jit(form.product_of_rows)(rows, leaves, jnp.int32(1))
     wide = np.asarray(rows, np.float64)
     # Of levels and scales: a zero point may cancel what it is taken from.

@@ -1,4 +1,6 @@
-"""Tokens that are generated in a loop over stacked layers of codes."""
+"""Tokens that are generated in a loop over stacked layers of codes, or of the bits of bfloat16."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.model import Loading
 from moe_jax.generation import layer_loop
+from moe_jax.generation.arranged.for_generation import arranged
 from moe_jax.generation.continued_rows import ask
 from moe_jax.generation.engine import Engine
 from moe_jax.generation.layer_loop import for_rows, loops
@@ -39,6 +42,14 @@ def coded(whole):
     return moe_jax.compress(whole, method="quantize", bits=4, of="model")
 
 
+@pytest.fixture(scope="module")
+def narrow(whole):
+    graphdef, state = nnx.split(whole.decoder)
+    decoder = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state))
+    decoder.config = dataclasses.replace(decoder.config, dtype="bfloat16")
+    return moe_jax.Model(decoder)
+
+
 def test_only_layers_of_codes_are_looped_over(whole, coded):
     assert loops(coded.decoder, 8) and loops(abstract_model(coded.config), 8)
     assert not loops(unstacked(coded.decoder), 8)
@@ -50,7 +61,7 @@ def test_short_rows_are_looped_over_and_long_ones_are_not(whole, coded):
     # A token reads two of four experts: 3 layers of (3 * 128 * 256 * 2 + 3 * 128 * 128) / 2 bytes, and some scales.
     # It keeps 3 * 2 * 2 * 32 float32.
     most = int(0.25 * 3 * (3 * 128 * 256 * 2 + 3 * 128 * 128) / 2 / (3 * 2 * 2 * 32 * 4))
-    assert for_rows(coded.decoder, most) is coded.decoder
+    assert is_stacked(for_rows(coded.decoder, most))
     for tokens in (2 * most, None):
         assert not is_stacked(for_rows(coded.decoder, tokens))
     assert not is_stacked(for_rows(whole.decoder, 1))
@@ -62,9 +73,18 @@ def test_what_is_loaded_to_generate_is_stacked_where_it_is_looped_over(coded, tm
     assert not any(Loading.for_generation(source, tokens=many).stacked for many in (100_000, None))
 
 
-def test_a_loop_gives_the_tokens_that_single_layers_give(coded, monkeypatch):
+def test_kernels_in_bfloat16_are_looped_over_as_bits(narrow, tmp_path):
+    assert loops(arranged(narrow.decoder), 8) and not loops(narrow.decoder, 8)
+    source = moe_jax.load(moe_jax.save(narrow, tmp_path / "narrow")).source
+    assert Loading.for_generation(source, tokens=8).stacked
+
+
+@pytest.mark.parametrize("name", ["coded", "narrow"])
+def test_a_loop_gives_the_tokens_that_single_layers_give(name, request, monkeypatch):
+    decoder = request.getfixturevalue(name).decoder
+
     def tokens() -> np.ndarray:
-        return np.stack(list(stream(coded.decoder, PROMPTS, GenerateSpec(max_new_tokens=24))))
+        return np.stack(list(stream(decoder, PROMPTS, GenerateSpec(max_new_tokens=24))))
 
     looped = tokens()
     monkeypatch.setattr(layer_loop, "_MOST_CACHED", 0)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from moe_jax.core.form_options import FullOptions
 from moe_jax.experts.devices import Platform
 from moe_jax.experts.forms.coding import Storable
-from moe_jax.experts.forms.kernel_of_codes import NF4, Coded, CodedLevels, CodedNF4
+from moe_jax.experts.forms.kernel_of_codes import NF4, CodedLevels, CodedNF4
 from moe_jax.experts.forms.low_rank import LowRank, low_rank_specs
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
@@ -143,9 +143,9 @@ class WithLoRA(KernelForm):
         return y + thin * jnp.asarray(self.lora.scale, rows.dtype)
 
 
-def whole_form(nf4: bool, lora: LoRAConfig | None, codes: Coded | None = None) -> KernelForm:
-    """The form of a kernel that is stored whole: plain, as NF4 codes or in other codes, with or without LoRA."""
-    kernel = codes or (NF4() if nf4 else Full())
+def whole_form(nf4: bool, lora: LoRAConfig | None, kernel: KernelForm | None = None) -> KernelForm:
+    """The form of a whole kernel: plain, as NF4 codes or in another form that is given, with or without LoRA."""
+    kernel = kernel or (NF4() if nf4 else Full())
     return kernel if lora is None else WithLoRA(kernel, lora)
 
 

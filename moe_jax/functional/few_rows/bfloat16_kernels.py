@@ -1,11 +1,17 @@
 """Products of few rows with kernels in bfloat16, which are multiplied as they are."""
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt16
+
+from moe_jax.functional.few_rows.bfloat16_bits import linear_of_bits
 
 MOST_ROWS = 16
 """Most rows that are split into terms on a CPU: with more, converting the kernel costs no more than the products."""
+_MOST_ONE_BY_ONE = 4
 
 
 @jax.custom_vjp
@@ -39,12 +45,37 @@ def _product_in_bfloat16(rows: Array, kernel: Array) -> Array:
     return _sums_in_float32(rows, kernel).astype(rows.dtype)
 
 
-def sums_in_float32(rows: Float[Array, "M i"], kernel: Float[Array, "i o"]) -> Float[Array, "M o"]:
-    """Returns `rows W` in float32 for few rows on a CPU, of any dtypes; rows in bfloat16 need no terms."""
+def sums_in_float32(
+    rows: Float[Array, "M i"], kernel: Float[Array, "i o"] | UInt16[Array, "o i"]
+) -> Float[Array, "M o"]:
+    """Returns `rows W` in float32 for few rows on a CPU, of any dtypes; rows in bfloat16 need no terms.
+
+    W may be given as bits, transposed (`few_rows.bfloat16_bits`).
+    """
+    if kernel.dtype == jnp.uint16:
+        return linear_of_bits(rows.astype(jnp.float32), kernel)
     if rows.dtype == kernel.dtype == jnp.bfloat16:
         return _sums_in_float32(rows, kernel)
     wide = rows.astype(jnp.float32)
     return product_of_few_rows(wide, kernel) if kernel.dtype == jnp.bfloat16 else _cast_product(wide, kernel)
+
+
+def row_after_row(x: Float[Array, "... i"], kernel: Float[Array, "o i"], product: Callable[..., Array]) -> Array:
+    """Returns `product(x, kernel)`, which multiplies with a transposed kernel in bfloat16.
+
+    On a CPU that is done for up to 4 rows one by one: with a vector such a kernel is multiplied where it lies, and with
+    more rows it would be converted into memory first (see `few_rows.bfloat16_bits`).
+    """
+    count = math.prod(x.shape[:-1])
+    if not 1 < count <= _MOST_ONE_BY_ONE or kernel.dtype != jnp.bfloat16:
+        return product(x, kernel)
+
+    def one_by_one(x: Array, kernel: Array) -> Array:
+        rows = x.reshape(count, 1, x.shape[-1])
+        every = [product(row, kernel) for row in rows]
+        return jnp.concatenate(every).reshape(*x.shape[:-1], -1)
+
+    return jax.lax.platform_dependent(x, kernel, default=product, cpu=one_by_one)
 
 
 def _sums_in_float32(rows: Array, kernel: Array) -> Array:

@@ -11,11 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.functional.codes import Grid, columns_of, repeat_over_rows, select_levels, word
-from moe_jax.functional.grouped import over_columns
+from moe_jax.functional.few_rows.blocks import Blocks, product_in_blocks
 
 _BLOCKS = (16, 8)  # rows of a kernel whose sum is written out; multiples of the codes of a word
-_TILE_BYTES, _TILE_BYTES_OF_SEVERAL = 1 << 20, 1 << 19  # of sums over blocks: they stay in the cache
-_MOST_TERMS = 8
 
 
 def rows_of_block(rows: int, group_size: int | None) -> int | None:
@@ -34,11 +32,9 @@ def product_with_codes(
 ) -> Float[Array, "M o"]:
     """Returns the product of few rows with the kernel in codes of one expert, float32.
 
-    A sum over a block of rows of the kernel is written out, term by term. XLA:CPU makes one loop of it, in which codes
-    are read, unpacked, multiplied and added in registers. A product (`dot`) it would hand to a library, for which codes
-    would have to be unpacked into memory first. What the levels of a group have in common, its scale above all, is
-    applied to the sums over blocks, which are much less. Codes are unpacked for every row anew, which takes as long as
-    loops of their own would, but is one loop to compile.
+    Codes are read, unpacked, multiplied and added in registers (`few_rows.blocks`). What the levels of a group have in
+    common, its scale above all, is applied to the sums over blocks, which are much less. Codes are unpacked for every
+    row anew, which takes as long as loops of their own would, but is one loop to compile.
 
     Args:
       rows: float32.
@@ -48,22 +44,15 @@ def product_with_codes(
       bits: of a code.
       group_size: rows of the kernel that share a scale; None: all. There has to be a `rows_of_block`.
     """
-    (count, size), width = rows.shape, packed.shape[2]
-    block = rows_of_block(size, group_size)
-    assert block is not None, (size, group_size)
-    # Blocks come first, as XLA:CPU divides the first axis among its threads.
-    blocks = rows.reshape(-1, block) if count == 1 else jnp.moveaxis(rows.reshape(count, -1, block), 0, 1)
+    block = rows_of_block(rows.shape[1], group_size)
+    assert block is not None, (rows.shape, group_size)
 
-    def for_all(values: Array) -> Array:
-        """Returns values of blocks and columns, to be multiplied with those of all rows."""
-        return values if count == 1 else values[:, None]
-
-    def of_columns(start: Array, width: int, out: Array) -> Array:
+    def of_blocks(blocks: Blocks, start: Array, width: int) -> Array:
         def own(values: Array) -> Array:
             """Returns the values of the groups, for each of their blocks."""
             if group_size is None:
                 return values
-            return repeat_over_rows(columns_of(values, start, width), blocks.shape[0], group_size // block)
+            return repeat_over_rows(columns_of(values, start, width), blocks.number, group_size // block)
 
         scales = own(grid.scales)
         if grid.zeros is not None:
@@ -73,16 +62,13 @@ def product_with_codes(
         fields, factors = list(_by_row_of_block(packed, (expert, start, width), bits, block)), blocks
         if grid.table is None:
             # Instead of shifting codes: a power of two is exact.
-            factors = blocks * np.array([2.0**-field.shift for field in fields], np.float32, ndmin=blocks.ndim)
-        sums = _summed([factors[..., k, None] * for_all(_values_of(one, grid, bits)) for k, one in enumerate(fields)])
+            factors = blocks.times(np.array([2.0**-field.shift for field in fields], np.float32))
+        sums = factors.sums([_values_of(field, grid, bits) for field in fields])
         if grid.table is None:  # levels are twice the codes less what all levels of a group lie below them
-            sums = 2 * sums - for_all(below) * jnp.sum(blocks, axis=-1, keepdims=True)
-        products = sum_of_blocks(for_all(scales) * sums)
-        return lax.dynamic_update_slice_in_dim(out, products.reshape(count, -1), start, 1)
+            sums = 2 * sums - blocks.for_all(below) * jnp.sum(blocks.rows, axis=-1, keepdims=True)
+        return blocks.for_all(scales) * sums
 
-    most = _TILE_BYTES if count == 1 else _TILE_BYTES_OF_SEVERAL
-    tile = min(width, max(1, most // (4 * blocks.shape[0] * count)))
-    return over_columns(tile, width, of_columns, jnp.zeros((count, width), rows.dtype))
+    return product_in_blocks(rows, block, packed.shape[2], of_blocks)
 
 
 class _Field(NamedTuple):
@@ -120,29 +106,15 @@ def _by_row_of_block(
     """
     (expert, start, width), (codes, size) = of, word(bits)
     own = lax.dynamic_slice(packed, (expert, jnp.zeros((), jnp.int32), start), (1, packed.shape[1], width))[0]
-    # Behind the barrier they are copied first: loops that read from within a slice whose beginning is not known take
-    # two to four times as long (measured).
-    in_blocks = lax.optimization_barrier(own).reshape(-1, block // codes * size, width)
+    in_blocks = own.reshape(-1, block // codes * size, width)
 
     def byte(at: int) -> Array:
         return in_blocks[:, at].astype(jnp.int32)
 
     for first in range(0, in_blocks.shape[1], size):
-        of_word = functools.reduce(jnp.bitwise_or, (byte(first + at) << 8 * at for at in range(size)))
+        # Products, as XLA gives a loop the number of bits of a shift from outside: it is asked for every number.
+        higher = (byte(first + at) * 256**at for at in range(1, size))
+        of_word = functools.reduce(jnp.bitwise_or, higher, byte(first))
         for field in range(codes):
             shift = bits * field
             yield _Field(of_word & ((2**bits - 1) << shift), shift)
-
-
-def sum_of_blocks(terms: Float[Array, "g ..."]) -> Float[Array, "..."]:
-    """Returns the sum, as operations on elements: XLA:CPU has a sum made by a library, which begins too slowly."""
-    while (count := terms.shape[0]) > 1:
-        # One long sum would take as long as two short ones, and many times as long to compile.
-        parts = max(number for number in range(1, _MOST_TERMS + 1) if count % number == 0)
-        parts = count if parts == 1 else parts
-        terms = _summed(jnp.split(terms, parts))
-    return terms[0]
-
-
-def _summed(terms: list[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)

@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt16
 from scipy.sparse import csr_array
 
-from moe_jax.functional.few_rows.packed_codes import sum_of_blocks
+from moe_jax.functional.few_rows.bfloat16_bits import as_float32
+from moe_jax.functional.few_rows.blocks import sum_of_blocks
 from moe_jax.functional.grouped import group_by_group, row_by_row
 from moe_jax.kernels.plain import zero_rows_beyond
 
@@ -73,7 +74,7 @@ def tile_by_column(
       shape: [i, w] of the tile.
     """
     own = lax.dynamic_slice_in_dim(rows, start, shape[1], 1).astype(jnp.int32)
-    added = _wide(lax.dynamic_slice_in_dim(values, start, shape[1], 1))
+    added = as_float32(lax.dynamic_slice_in_dim(values, start, shape[1], 1))
     columns = jnp.arange(shape[1], dtype=jnp.int32)[None, :]
     return jnp.zeros(shape, jnp.float32).at[own, columns].add(added, mode="promise_in_bounds")
 
@@ -88,7 +89,7 @@ def _product_of_a_row(row: Float[Array, " i"], kernels: Columns, group: Int[Arra
         return lax.dynamic_slice(blocks, (group, zero, jnp.full((), place, jnp.int32), zero), size)[0, :, 0]
 
     def terms(place: int) -> Array:
-        return _looked_up(row, places(kernels.rows, place)) * _wide(places(kernels.values, place))
+        return _looked_up(row, places(kernels.rows, place)) * as_float32(places(kernels.values, place))
 
     return sum_of_blocks(sum((terms(place) for place in range(1, _OF_A_ROW)), terms(0)))
 
@@ -102,7 +103,7 @@ def _product_of_rows(kernels: Columns, group: Int[Array, ""], rows: Float[Array,
         origin, size = (group, number * _OF_MANY_ROWS, zero), (1, _OF_MANY_ROWS, width)
         of_places, values = (lax.dynamic_slice(array, origin, size)[0] for array in kernels)
         for place in range(_OF_MANY_ROWS):
-            out = out + _looked_up(inputs, of_places[place]) * _wide(values[place])[:, None]
+            out = out + _looked_up(inputs, of_places[place]) * as_float32(values[place])[:, None]
         return out
 
     return lax.fori_loop(0, depth // _OF_MANY_ROWS, turn, jnp.zeros((width, rows.shape[0]), jnp.float32)).T
@@ -116,13 +117,6 @@ def _looked_up(inputs: Float[Array, "i ..."], rows: UInt16[Array, "..."]) -> Flo
     )
     at, size = rows.astype(jnp.int32)[..., None], (1, *inputs.shape[1:])
     return lax.gather(inputs, at, numbers, size, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-
-
-def _wide(values: Array) -> Float[Array, "..."]:
-    """Returns values as float32."""
-    if values.dtype != jnp.uint16:
-        return values
-    return lax.bitcast_convert_type(values.astype(jnp.uint32) << 16, jnp.float32)
 
 
 def kept_dtype(dtype: np.dtype) -> np.dtype:

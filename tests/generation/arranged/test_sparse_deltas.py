@@ -10,11 +10,11 @@ import moe_jax
 from moe_jax.api.model import Loading, Model
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import BankConfig
-from moe_jax.experts import by_column as room
 from moe_jax.experts.bank import KernelBank, set_strategy
-from moe_jax.experts.by_column import by_column
 from moe_jax.experts.forms import Sparse
 from moe_jax.experts.forms.sparse_by_column import SparseByColumn
+from moe_jax.generation.arranged import sparse_deltas as room
+from moe_jax.generation.arranged.for_generation import arranged
 from moe_jax.generation.engine import Engine
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
@@ -56,10 +56,10 @@ def forms(decoder) -> list[type]:
 def test_logits_are_those_of_the_model(options, strategy):
     decoder = sparse(**options)
     expected = logits_of(decoder, TOKENS)
-    arranged = by_column(decoder)
-    assert forms(arranged) == [SparseByColumn]
-    set_strategy(arranged, strategy)
-    assert_close(logits_of(arranged, TOKENS), expected, 1e-4)
+    given = arranged(decoder)
+    assert forms(given) == [SparseByColumn]
+    set_strategy(given, strategy)
+    assert_close(logits_of(given, TOKENS), expected, 1e-4)
     assert forms(decoder) == [Sparse]
     assert_close(logits_of(decoder, TOKENS), expected, 0)
 
@@ -73,13 +73,8 @@ def test_the_engine_and_what_is_loaded_to_generate_are_arranged(tmp_path):
     assert forms(loaded.decoder) == [SparseByColumn]
 
 
-def test_models_without_sparse_deltas_stay_as_they_are():
-    decoder = moe_jax.tiny_model().decoder
-    assert by_column(decoder) is decoder
-
-
 def test_entries_that_would_take_more_room_than_kernels_stay_as_they_are():
-    assert forms(by_column(sparse(rate=0.2))) == [Sparse]
+    assert forms(arranged(sparse(rate=0.2))) == [Sparse]
 
 
 def test_entries_that_lie_in_few_columns_stay_as_they_are():
@@ -93,9 +88,9 @@ def test_entries_that_lie_in_few_columns_stay_as_they_are():
                 rows, columns = np.arange(count) % matrix.shape[0], np.arange(count) // matrix.shape[0]
                 for leaf, places in ((leaves.rows, rows), (leaves.columns, columns)):
                     leaf[...] = jnp.broadcast_to(jnp.asarray(places, leaf.dtype), leaf.shape)
-    assert forms(by_column(decoder)) == [Sparse]
+    assert forms(arranged(decoder)) == [Sparse]
 
 
 def test_entries_that_memory_has_no_room_for_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(room, "available_memory", lambda: 1000)
-    assert forms(by_column(sparse())) == [Sparse]
+    assert forms(arranged(sparse())) == [Sparse]

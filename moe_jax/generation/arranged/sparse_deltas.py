@@ -1,9 +1,9 @@
-"""Arranges the sparse deltas of a model by column, with which a CPU generates (`SparseByColumn`)."""
+"""Lays out the sparse deltas of a model by column, with which a CPU generates (`SparseByColumn`)."""
 
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.data_sheets import available_memory
 from moe_jax.experts.bank import KernelBank
-from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.devices import current_chip, current_mesh
 from moe_jax.experts.forms.sparse import POSITION_LEAVES, Sparse, decode_positions, index_dtype
 from moe_jax.experts.forms.sparse_by_column import SparseByColumn
 from moe_jax.experts.linear import Leaves
@@ -24,25 +22,13 @@ from moe_jax.functional.sparse.by_column import UNIT, Columns, kept_dtype, lay_o
 _MOST_OF_MEMORY = 1 / 2
 """Share of the free memory that entries by column may take: about twice as much as they take as they are stored."""
 
-_M = TypeVar("_M", bound=nnx.Module)
-
-
-def by_column(model: _M) -> _M:
-    """Returns a model whose sparse deltas are arranged for products on a CPU; the model itself if it has none.
-
-    All other arrays are those of the model, which stays as it is. Nothing is arranged on other devices or over a mesh;
-    nor a layer's experts if their entries would take more room than whole kernels, or more memory than half of what is
-    free.
-    """
-    if not any(_sparse_banks(model)):
-        return model
-    copy = nnx.merge(*nnx.split(model))
-    arrange_by_column(copy)
-    return copy
-
 
 def arrange_by_column(model: nnx.Module) -> None:
-    """Does in place what `by_column` does with a copy."""
+    """Changes in place the experts of a model that are sparse deltas.
+
+    Those of a layer stay as they are if their entries would take more room than whole kernels, or more memory than half
+    of what is free, or if there are only shapes of them.
+    """
     free = available_memory()
     room = math.inf if free is None else free * _MOST_OF_MEMORY
     for bank in list(_sparse_banks(model)):
@@ -58,12 +44,9 @@ def arrange_by_column(model: nnx.Module) -> None:
 
 
 def _sparse_banks(model: nnx.Module) -> Iterator[KernelBank]:
-    if current_chip().platform != "cpu" or current_mesh() is not None:
-        return
     for _, module in nnx.iter_modules(model):
         if isinstance(module, KernelBank) and isinstance(module.config.form, Sparse):
-            leaf = jax.tree.leaves(nnx.state(module.delta))[0]
-            if isinstance(leaf, Array) and len(leaf.devices()) == 1:
+            if isinstance(jax.tree.leaves(nnx.state(module.delta))[0], Array):
                 yield module
 
 
@@ -73,8 +56,7 @@ def _replace(bank: KernelBank, matrices: "dict[str, _Entries]") -> None:
     for name, entries in matrices.items():
         leaves |= {f"{name}/{leaf}": jnp.asarray(array) for leaf, array in entries.by_column()._asdict().items()}
     form = SparseByColumn(places=tuple(entries.places for entries in matrices.values()))
-    of_base = {name: getattr(bank.config, name) for name in ("base", "train_base", "base_codes")}
-    bank.config, bank.delta = BankConfig(form, **of_base), Leaves(leaves, form.is_trained)
+    bank.config, bank.delta = bank.config.of_same_base(form), Leaves(leaves, form.is_trained)
 
 
 class _Stored(NamedTuple):

@@ -1,0 +1,82 @@
+"""Products with kernels in bfloat16 whose bits are given as uint16 [o, i], transposed, with which a CPU generates.
+
+XLA:CPU has no operations on bfloat16: it converts arrays to float32 first, and of kernels that are stacked over layers
+it converts all in front of the loop over these, and keeps the copies. Integers it leaves alone until they are used. The
+bits are the upper half of those of a number in float32, so that widening them is one operation.
+
+A vector times a matrix that lies transposed is the one product of which XLA:CPU makes a loop of its own, and into it
+goes what the matrix is made by: its bits are read where they lie, of one expert among all, and nothing is written. It
+reads as fast as memory gives (27 to 31 GB/s where the product with untransposed kernels came to 12 to 15). Any other
+product is left to a library, for which the kernel is widened into memory.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt16
+
+from moe_jax.functional.grouped import looped_product, row_by_row
+from moe_jax.kernels.plain import zero_rows_beyond
+
+_MOST_INPUTS = 2048
+"""Entries of a vector that XLA multiplies so: less than 16 KiB of them."""
+_FEW_ROWS = 8
+"""Rows of a kernel that are multiplied one by one: with more it is faster to widen the kernel once (measured)."""
+_MOST_ROWS = 64
+"""Likewise of all kernels of a grouped product."""
+
+
+def widened(bits: UInt16[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the numbers in bfloat16 that have these bits, float32."""
+    # A product, as XLA gives a loop the number of bits of a shift from outside: it is asked for every number.
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) * (1 << 16), jnp.float32)
+
+
+def as_float32(array: Array) -> Float[Array, "..."]:
+    """Returns numbers of any dtype, or given as the bits of bfloat16, in float32."""
+    return widened(array) if array.dtype == jnp.uint16 else array.astype(jnp.float32)
+
+
+def linear_of_bits(x: Float[Array, "... i"], bits: UInt16[Array, "o i"]) -> Float[Array, "... o"]:
+    """Returns `x W`, summed in float32, in the dtype of `x`, given the bits of W transposed."""
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    if rows.shape[0] <= _FEW_ROWS:
+        y = jnp.concatenate([_product_of_a_row(rows[m : m + 1], bits) for m in range(rows.shape[0])])
+    else:
+        y = rows @ widened(bits).T
+    return y.astype(x.dtype).reshape(*x.shape[:-1], bits.shape[0])
+
+
+def grouped_product_of_bits(
+    lhs: Float[Array, "M i"], bits: UInt16[Array, "E o i"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "M o"]:
+    """Returns `out[m] = lhs[m] @ kernel[group of row m]`, summed in float32, in the dtype of `lhs`.
+
+    Args:
+      lhs: rows sorted by group.
+      bits: of one transposed kernel per group.
+      group_sizes: rows per group, int32. Rows beyond their sum give zeros.
+    """
+    rows, width = lhs.astype(jnp.float32), bits.shape[1]
+    if rows.shape[0] <= _FEW_ROWS * bits.shape[0] and rows.shape[0] <= _MOST_ROWS:
+        out = row_by_row(rows, group_sizes, width, lambda row, e: _product_of_a_row(row, _of_group(bits, e)))
+        return zero_rows_beyond(out, jnp.sum(group_sizes)).astype(lhs.dtype)
+
+    def kernel_of(e: Array) -> Callable[[Array, int], Array]:
+        return lambda start, width: widened(lax.dynamic_slice_in_dim(_of_group(bits, e), start, width, 0))
+
+    return looped_product(rows, group_sizes, width, kernel_of, contract_out=True).astype(lhs.dtype)
+
+
+def _of_group(bits: UInt16[Array, "E o i"], e: Int[Array, ""]) -> UInt16[Array, "o i"]:
+    return lax.dynamic_index_in_dim(bits, e, 0, keepdims=False)
+
+
+def _product_of_a_row(row: Float[Array, "1 i"], bits: UInt16[Array, "o i"]) -> Float[Array, "1 o"]:
+    parts = []
+    for start in range(0, bits.shape[1], _MOST_INPUTS):
+        own = slice(start, start + _MOST_INPUTS)
+        parts.append(row[:, own] @ widened(bits[:, own]).T)
+    return functools.reduce(jnp.add, parts)
