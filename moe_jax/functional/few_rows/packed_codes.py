@@ -104,14 +104,15 @@ def _by_row_of_block(
       bits: of a code.
       block: rows of a block.
     """
-    (expert, start, width), (codes, size) = of, word(bits)
-    own = lax.dynamic_slice(packed, (expert, jnp.zeros((), jnp.int32), start), (1, packed.shape[1], width))[0]
-    in_blocks = own.reshape(-1, block // codes * size, width)
+    (expert, start, width), (codes, size), zero = of, word(bits), jnp.zeros((), jnp.int32)
+    in_blocks = packed.reshape(packed.shape[0], -1, block // codes * size, packed.shape[2])
 
     def byte(at: int) -> Array:
-        return in_blocks[:, at].astype(jnp.int32)
+        # Each is sliced out of all: a slice that all of them came from would be copied.
+        own, place = (1, in_blocks.shape[1], 1, width), jnp.full((), at, jnp.int32)
+        return lax.dynamic_slice(in_blocks, (expert, zero, place, start), own)[0, :, 0].astype(jnp.int32)
 
-    for first in range(0, in_blocks.shape[1], size):
+    for first in range(0, in_blocks.shape[2], size):
         # Products, as XLA gives a loop the number of bits of a shift from outside: it is asked for every number.
         higher = (byte(first + at) * 256**at for at in range(1, size))
         of_word = functools.reduce(jnp.bitwise_or, higher, byte(first))
