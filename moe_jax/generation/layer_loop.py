@@ -2,8 +2,8 @@
 
 A loop is one program for all layers: it compiles in a fraction of the time, and takes a fraction of the memory. But on
 every turn it takes a layer's arrays out of the stack, and copies those that an operation wants whole: kernels, and
-caches. Of codes it copies on a CPU no more than what a token is multiplied with, in a loop or not
-(`functional.few_rows.packed_codes`). So a model all of whose kernels are codes is as fast in a loop, while its caches
+caches. Of codes, and of the bits of bfloat16, a CPU reads what a token is multiplied with where it lies, in a loop or
+not (`functional.few_rows`). So a model all of whose kernels are codes or bits is as fast in a loop, while its caches
 are small beside them.
 """
 

@@ -51,9 +51,7 @@ def give_as_bits(model: nnx.Module) -> None:
             }
             if _have_room(factors.values()):
                 form = LowRankAsBits(rank=module.config.form.rank)
-                module.delta = Leaves(
-                    {path: _bits(factor.get_value()) for path, factor in factors.items()}, form.is_trained
-                )
+                module.delta = Leaves({path: _taken(factor) for path, factor in factors.items()}, form.is_trained)
                 module.config = module.config.of_same_base(form)
 
 
@@ -65,8 +63,16 @@ def _have_room(variables: Iterable[nnx.Variable]) -> bool:
 
 
 def _transpose_kernel(module: Any) -> None:
-    module.transposed = Fixed(_bits(module.kernel.get_value()))
+    module.transposed = Fixed(_taken(module.kernel))
     del module.kernel
+
+
+def _taken(variable: nnx.Variable) -> Any:
+    """Returns the bits of the leaf of a variable, which then holds none: variables live on until Python looks for
+    cycles, and the leaf with them."""
+    leaf = variable.get_value()
+    variable.set_raw_value(None)
+    return _bits(leaf)
 
 
 def _bits(leaf: Array | jax.ShapeDtypeStruct) -> Any:

@@ -23,7 +23,7 @@ def arranged(model: _M) -> _M:
     """
     if not _can_be(model):
         return model
-    copy = nnx.merge(*nnx.split(model))
+    copy = nnx.merge(*nnx.split(model), copy=True)
     arrange(copy)
     return copy
 

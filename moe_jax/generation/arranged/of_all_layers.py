@@ -7,21 +7,28 @@ same in every turn nothing is copied. So the experts of all layers lie in one ar
 
 import functools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Array, Shaped
 
 from moe_jax.experts.bank import KernelBank
 from moe_jax.experts.linear import Fixed, OfAllLayers
 
 
 def join_experts(model: nnx.Module) -> None:
-    """Changes in place every `KernelBank` of stacked layers, but no `MixedBank`, whose experts are in parts."""
+    """Changes in place every `KernelBank` of stacked layers on a CPU, but no `MixedBank`, whose experts lie apart."""
     for _, bank in list(nnx.iter_modules(model)):
         if type(bank) is not KernelBank or (layers := bank.num_layers) is None:
             continue
         for path, (variable, _) in bank.own_leaves(0).items():
             *above, name = path.split("/")
-            leaf = variable[...]
-            joined = OfAllLayers(leaf.reshape(-1, *leaf.shape[2:]))
+            joined = OfAllLayers(_joined(variable[...]))
             setattr(functools.reduce(getattr, above, bank), name, joined)
         bank.first = Fixed(bank.num_experts * jnp.arange(layers, dtype=jnp.int32))
+
+
+def _joined(leaf: Shaped[Array, "L E ..."]) -> Shaped[Array, "LE ..."]:
+    """Returns the same memory as another array: reshaped by JAX, it would be a copy."""
+    return jax.device_put(np.asarray(leaf).reshape(-1, *leaf.shape[2:]), may_alias=True)
