@@ -3,8 +3,8 @@
 A loop is one program for all layers: it compiles in a fraction of the time, and takes a fraction of the memory. But on
 every turn it takes a layer's arrays out of the stack, and copies those that an operation wants whole: kernels, and
 caches. Of codes, and of the bits of bfloat16, a CPU reads what a token is multiplied with where it lies, in a loop or
-not (`functional.few_rows`). So a model all of whose kernels are codes or bits is as fast in a loop, while its caches
-are small beside them.
+not (`functional.few_rows`). So a model all of whose kernels are codes or bits is as fast in a loop but for its caches:
+as long as copying these takes less time than compiling would, all in all the loop is faster.
 """
 
 import jax
@@ -14,18 +14,19 @@ from flax import nnx
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.experts.devices import current_chip
 from moe_jax.generation.arranged.of_all_layers import join_experts
-from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder, init_cache, is_stacked, unstacked
 
 _MOST_COPIED = 1 / 64
 """Share of the layers' bytes that may be copied: norms and routers have less, one kernel has more."""
-_MOST_CACHED = 1 / 4
-"""Bytes of caches beside those of codes that a token reads: they are read, written and read again instead of once."""
+_COPYING = 2.4e-10
+"""Seconds that a token takes longer for a byte of the caches (measured): it is read and written twice more."""
+_COMPILING = 0.3
+"""Seconds that a layer with arrays of its own takes to compile (measured)."""
 _CODES = (jnp.uint8, jnp.uint16)
 
 
 def loops(model: Decoder, tokens: int | None) -> bool:
-    """Whether a model generates in a loop over its layers, which is then about as fast as without.
+    """Whether a model generates in a loop over its layers, as tokens come sooner then, compiling included.
 
     Args:
       model: stacked or not, on one device; its shapes are enough.
@@ -34,8 +35,9 @@ def loops(model: Decoder, tokens: int | None) -> bool:
     if tokens is None or current_chip().platform != "cpu" or not is_stacked(model) or model.config.has_encoder:
         return False
     caches = jax.eval_shape(lambda: init_cache(model.config, 1, tokens, jnp.dtype(model.compute_dtype)))
-    cached = sum(map(_nbytes, jax.tree.leaves(caches)))
-    return _is_codes(model) and cached <= _MOST_CACHED * _read_for_a_token(model)
+    # On average half of what there is in the end. Of several rows, fewer tokens come one after the other.
+    copying = _COPYING * tokens * sum(map(_nbytes, jax.tree.leaves(caches))) / 2
+    return _is_codes(model) and copying <= _COMPILING * len(model.config.layers)
 
 
 def for_rows(model: Decoder, tokens: int | None) -> Decoder:
@@ -63,17 +65,6 @@ def _is_codes(model: Decoder) -> bool:
     coded = {path for path, leaves in forms.items() if any(leaf.dtype in _CODES for leaf in leaves)}
     others = sum(size for path, size in sizes.items() if path not in coded)
     return others <= _MOST_COPIED * sum(sizes.values())
-
-
-def _read_for_a_token(model: Decoder) -> float:
-    """Returns about the bytes of the layers that one token reads: of experts, those that it is routed to."""
-    share = _share_of_experts(model.config)
-    return sum(_nbytes(leaf) * (share if "experts" in path else 1) for path, leaf in _leaves(model))
-
-
-def _share_of_experts(config: ModelConfig) -> float:
-    layers = [config.moe(layer) for layer in config.moe_layers]
-    return max((moe.top_k / moe.num_experts for moe in layers), default=1.0)
 
 
 def _leaves(model: Decoder) -> list[tuple[tuple, jax.Array | jax.ShapeDtypeStruct]]:

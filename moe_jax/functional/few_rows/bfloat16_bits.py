@@ -65,7 +65,9 @@ def grouped_product_of_bits(
         return zero_rows_beyond(out, jnp.sum(group_sizes)).astype(lhs.dtype)
 
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
-        return lambda start, width: widened(lax.dynamic_slice_in_dim(_of_group(bits, e), start, width, 0))
+        zero, size = jnp.zeros((), jnp.int32), bits.shape[2]
+        # One slice: that of the whole kernel would be moved in front of the loop over its tiles, and copied.
+        return lambda start, width: widened(lax.dynamic_slice(bits, (e, start, zero), (1, width, size))[0])
 
     return looped_product(rows, group_sizes, width, kernel_of, contract_out=True).astype(lhs.dtype)
 
