@@ -24,7 +24,7 @@ from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.distributed.sharding import make_mesh, mesh_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
-from moe_jax.generation.arranged.for_generation import arrange, arranged
+from moe_jax.generation.arrange import arrange, arranged
 from moe_jax.generation.layer_loop import loops
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.model_io.loading import abstract_model, dtype_for_generation, load_model
@@ -43,7 +43,7 @@ class Loading:
 
     Attributes:
       dtype, compute_dtype, remat, mesh, stacked: as in `load`.
-      arranged: whether arrays are arranged for a CPU to generate with (`generation.arranged`).
+      arranged: whether arrays are arranged for a CPU to generate with (`generation.arrange`).
     """
 
     dtype: str | None = None

@@ -198,8 +198,8 @@ class KernelBank(ExpertBank):
         >>> isinstance(full, moe_jax.KernelBank), full.num_parameters()
         (True, 6144)
 
-    While a model generates, the experts of all layers may lie in the arrays of each bank (`arranged.of_all_layers`):
-    the leaf `first` then says which is the first of the layer.
+    While a model generates, the experts of all its layers may lie in the arrays of a bank
+    (`arrangements.of_all_layers`): the leaf `first` then says which is the first of the layer.
 
     Whole kernels are `gate`, `up` [E, d, f] and `down` [E, f, d], in the form that NF4 and LoRA give them. Otherwise
     the leaves of the experts' own parts lie below `delta`, and `base` holds kernels [in, out] unless the config has no

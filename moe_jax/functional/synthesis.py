@@ -321,9 +321,11 @@ def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:
 
 
 def _base_tile(base: Array | None, start: Any, width: int) -> Float[Array, "i w"] | None:
-    if base is None or base.dtype != jnp.uint16:
-        return None if base is None else lax.dynamic_slice_in_dim(base, start, width, 1).astype(jnp.float32)
-    return widened(lax.dynamic_slice_in_dim(base, start, width, 0)).T
+    if base is None:
+        return None
+    if base.dtype == jnp.uint16:
+        return widened(lax.dynamic_slice_in_dim(base, start, width, 0)).T
+    return lax.dynamic_slice_in_dim(base, start, width, 1).astype(jnp.float32)
 
 
 def _float32(array: Array) -> Array:

@@ -25,7 +25,7 @@ from moe_jax.experts.devices import current_chip
 from moe_jax.functional.grouped import of_this_turn
 from moe_jax.functional.sampling import sample
 from moe_jax.generation.ahead import Ahead
-from moe_jax.generation.arranged.for_generation import arranged
+from moe_jax.generation.arrange import arranged
 from moe_jax.generation.continued_rows import Asked, Rows
 from moe_jax.generation.layer_loop import for_rows
 from moe_jax.generation.pictures import PictureFeatures, Pictures

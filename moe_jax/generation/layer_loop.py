@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax.distributed.sharding import mesh_of
+from moe_jax.experts.arrangements.of_all_layers import join_experts
 from moe_jax.experts.devices import current_chip
-from moe_jax.generation.arranged.of_all_layers import join_experts
 from moe_jax.nn import Decoder, init_cache, is_stacked, unstacked
 
 _MOST_COPIED = 1 / 64
@@ -43,7 +43,7 @@ def loops(model: Decoder, tokens: int | None) -> bool:
 def for_rows(model: Decoder, tokens: int | None) -> Decoder:
     """Returns the model as it generates best: in a loop over its layers, or unstacked, which copies stacked ones.
 
-    In a loop, experts are those of all layers (`arranged.of_all_layers`).
+    In a loop, experts are those of all layers (`arrangements.of_all_layers`).
 
     Args:
       model: stacked or not, on one device or split over a mesh.

@@ -11,7 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.model import Loading
 from moe_jax.generation import layer_loop
-from moe_jax.generation.arranged.for_generation import arranged
+from moe_jax.generation.arrange import arranged
 from moe_jax.generation.continued_rows import ask
 from moe_jax.generation.engine import Engine
 from moe_jax.generation.layer_loop import for_rows, loops

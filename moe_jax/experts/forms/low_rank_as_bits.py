@@ -7,21 +7,20 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.experts.devices import Cost, Platform
-from moe_jax.experts.forms.optional import CostModel, Factored
-from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Split, Window, ffn_matrices
+from moe_jax.experts.forms.never_stored import NeverStored
+from moe_jax.experts.forms.optional import Factored
+from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Window, ffn_matrices
 from moe_jax.functional.few_rows.bfloat16_bits import grouped_product_of_bits, widened
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LowRankAsBits(CostModel, Factored, KernelForm):
-    """`W + a b`, given the bits of the factors transposed (`few_rows.bfloat16_bits`). One device only.
+class LowRankAsBits(Factored, NeverStored):
+    """`W + a b`, given the bits of the factors transposed: `a` uint16[E, r, in], `b` uint16[E, out, r].
 
-    `a` is uint16[E, r, in], and `b` uint16[E, out, r]. The form is not registered: no model is stored with it.
+    See `few_rows.bfloat16_bits`.
 
     Attributes:
       rank: r.
@@ -29,6 +28,7 @@ class LowRankAsBits(CostModel, Factored, KernelForm):
 
     kind: ClassVar[str] = "low rank, as bits"
     includes_base: ClassVar[bool] = False
+    paths: ClassVar[tuple[str, ...]] = ("a", "b")
 
     rank: int
 
@@ -36,13 +36,6 @@ class LowRankAsBits(CostModel, Factored, KernelForm):
         fan_in, fan_out = matrix.shape
         shapes = {"a": (self.rank, fan_in), "b": (fan_out, self.rank)}
         return {name: jnp.zeros((*stack, *shape), jnp.uint16) for name, shape in shapes.items()}
-
-    @classmethod
-    def stored_specs(cls, split: Split) -> dict[str, P]:
-        return {name: P("expert", None, None) for name in ("a", "b")}
-
-    def specs(self, split: Split) -> dict[str, P]:
-        return self.stored_specs(split)
 
     def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
         return self._entries(ffn_matrices(expert, d_model).values())

@@ -6,13 +6,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.experts.devices import Cost, Platform
-from moe_jax.experts.forms.optional import CostModel, Factored
-from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Split, Window, ffn_matrices
+from moe_jax.experts.forms.never_stored import NeverStored
+from moe_jax.experts.forms.optional import Factored
+from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Window, ffn_matrices
 from moe_jax.functional.sparse.by_column import MOST_ROWS, Columns, grouped_product_by_column, tile_by_column
 
 # Seconds on a CPU: to multiply one row of few, or one of many, with an entry, and to write it into a tile; measured.
@@ -20,10 +19,8 @@ _OF_FEW_ROWS, _OF_MANY_ROWS, _WRITTEN = 2.3e-10, 8e-11, 3.4e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseByColumn(CostModel, Factored, KernelForm):
-    """`W` plus `values` [E, k, out] in the rows `rows` [E, k, out]; see `functional.sparse.by_column`. One device only.
-
-    It is not registered: no model is stored with it.
+class SparseByColumn(Factored, NeverStored):
+    """`W` plus `values` [E, k, out] in the rows `rows` [E, k, out]; see `functional.sparse.by_column`.
 
     Attributes:
       places: k of each matrix, in the order of `FFNConfig.matrices`.
@@ -31,19 +28,13 @@ class SparseByColumn(CostModel, Factored, KernelForm):
 
     kind: ClassVar[str] = "sparse by column"
     includes_base: ClassVar[bool] = False
+    paths: ClassVar[tuple[str, ...]] = ("rows", "values")
 
     places: tuple[int, ...]
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         shape = (*stack, self.places[matrix.index], matrix.shape[1])
         return {"rows": jnp.zeros(shape, jnp.uint16), "values": jnp.zeros(shape, dtype)}
-
-    @classmethod
-    def stored_specs(cls, split: Split) -> dict[str, P]:
-        return {name: P("expert", None, None) for name in ("rows", "values")}
-
-    def specs(self, split: Split) -> dict[str, P]:
-        return self.stored_specs(split)
 
     def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
         return self._entries(ffn_matrices(expert, d_model).values())

@@ -7,35 +7,24 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.experts.devices import Platform
-from moe_jax.experts.forms.optional import CostModel
-from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.shapes import Arrays, GroupSizes, Matrix, Part, Rows, Split, Window
+from moe_jax.experts.forms.never_stored import NeverStored
+from moe_jax.experts.shapes import Arrays, GroupSizes, Matrix, Part, Rows, Window
 from moe_jax.functional.few_rows.bfloat16_bits import grouped_product_of_bits, linear_of_bits, widened
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeAsBits(CostModel, KernelForm):
-    """`transposed` uint16[..., out, in], the bits of numbers in bfloat16 (`few_rows.bfloat16_bits`). One device only.
-
-    It is not registered: no model is stored with it.
-    """
+class WholeAsBits(NeverStored):
+    """`transposed` uint16[..., out, in], the bits of numbers in bfloat16 (`few_rows.bfloat16_bits`)."""
 
     kind: ClassVar[str] = "full, as bits"
     over_base: ClassVar[bool] = False
+    paths: ClassVar[tuple[str, ...]] = ("transposed",)
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         return {"transposed": jnp.zeros((*stack, *reversed(matrix.shape)), jnp.uint16)}
-
-    @classmethod
-    def stored_specs(cls, split: Split) -> dict[str, P]:
-        return {"transposed": P("expert", None, None)}
-
-    def specs(self, split: Split) -> dict[str, P]:
-        return self.stored_specs(split)
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         return 0.0

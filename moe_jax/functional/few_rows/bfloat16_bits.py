@@ -25,7 +25,7 @@ _MOST_INPUTS = 2048
 _FEW_ROWS = 8
 """Rows of a kernel that are multiplied one by one: with more it is faster to widen the kernel once (measured)."""
 _MOST_ROWS = 64
-"""Likewise of all kernels of a grouped product."""
+"""Likewise of all kernels of a grouped product, among which may be those of other layers (`experts.arrangements`)."""
 
 
 def widened(bits: UInt16[Array, "..."]) -> Float[Array, "..."]:

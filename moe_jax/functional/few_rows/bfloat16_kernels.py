@@ -12,6 +12,7 @@ from moe_jax.functional.few_rows.bfloat16_bits import linear_of_bits
 MOST_ROWS = 16
 """Most rows that are split into terms on a CPU: with more, converting the kernel costs no more than the products."""
 _MOST_ONE_BY_ONE = 4
+"""Most rows for which `row_after_row` takes less time: with eight there is no difference (measured)."""
 
 
 @jax.custom_vjp

@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 from moe_jax.experts import BankConfig
+from moe_jax.experts.arrangements import as_bits
+from moe_jax.experts.arrangements.of_all_layers import join_experts
 from moe_jax.experts.bank import KernelBank, set_strategy
 from moe_jax.experts.bank_config import BaseCodes
 from moe_jax.experts.forms import Full
@@ -16,9 +18,7 @@ from moe_jax.experts.forms.low_rank_as_bits import LowRankAsBits
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.forms.whole_as_bits import WholeAsBits
 from moe_jax.experts.linear import Linear
-from moe_jax.generation.arranged import as_bits
-from moe_jax.generation.arranged.for_generation import arranged
-from moe_jax.generation.arranged.of_all_layers import join_experts
+from moe_jax.generation.arrange import arranged
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder

@@ -10,11 +10,11 @@ import moe_jax
 from moe_jax.api.model import Loading, Model
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import BankConfig
+from moe_jax.experts.arrangements import sparse_deltas as room
 from moe_jax.experts.bank import KernelBank, set_strategy
 from moe_jax.experts.forms import Sparse
 from moe_jax.experts.forms.sparse_by_column import SparseByColumn
-from moe_jax.generation.arranged import sparse_deltas as room
-from moe_jax.generation.arranged.for_generation import arranged
+from moe_jax.generation.arrange import arranged
 from moe_jax.generation.engine import Engine
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder

@@ -15,34 +15,26 @@ from moe_jax.experts.bank import KernelBank
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.low_rank_as_bits import LowRankAsBits
-from moe_jax.experts.forms.whole import Full, whole_form
+from moe_jax.experts.forms.whole import Full
 from moe_jax.experts.forms.whole_as_bits import WholeAsBits
 from moe_jax.experts.linear import Fixed, Leaves, Linear
-from moe_jax.nn.layers import Head
 
 _MOST_OF_MEMORY = 1 / 2
 """Share of the free memory that a leaf may take, which is in memory twice while it is transposed."""
 
 
 def give_as_bits(model: nnx.Module) -> None:
-    """Changes in place linear maps of a model, a head of its own, and banks whose experts are whole or low-rank deltas.
+    """Changes in place the linear maps of a model, and banks whose experts are whole or low-rank deltas.
 
-    The kernels are arrays on one CPU, or only shapes. Those of routers and embeddings stay as they are, and so does
-    what memory has no room for.
+    The kernels are arrays on one CPU, or only shapes. Those of routers stay as they are, and so does what memory has no
+    room for.
     """
     for _, module in list(nnx.iter_modules(model)):
-        if type(module) is Linear and module.form == Full() and _have_room([module.kernel]):
-            _transpose_kernel(module)
-            module.form = whole_form(nf4=False, lora=None, kernel=WholeAsBits())
-        elif isinstance(module, Head) and not module.is_tied and module.codes is None and _have_room([module.kernel]):
-            _transpose_kernel(module)
-            module.codes = WholeAsBits()
+        if type(module) is Linear and module.form == Full():
+            module.form = transpose_kernels(module) or module.form
         elif isinstance(module, KernelBank) and module.config.form == Full() and not module.expert.nf4:
-            kernels = [getattr(module, name) for name in module.matrices]
-            if _have_room([kernel.kernel for kernel in kernels]):
-                for kernel in kernels:
-                    _transpose_kernel(kernel)
-                module.config = BankConfig(WholeAsBits())
+            form = transpose_kernels(*(getattr(module, name) for name in module.matrices))
+            module.config = module.config if form is None else BankConfig(form)
         elif isinstance(module, KernelBank) and isinstance(module.config.form, LowRank):
             factors = {
                 f"{name}/{leaf}": getattr(getattr(module.delta, name), leaf)
@@ -62,9 +54,17 @@ def _have_room(variables: Iterable[nnx.Variable]) -> bool:
     return all(leaf.dtype == jnp.bfloat16 and not (is_made and leaf.nbytes > most) for leaf in leaves)
 
 
-def _transpose_kernel(module: Any) -> None:
-    module.transposed = Fixed(_taken(module.kernel))
-    del module.kernel
+def transpose_kernels(*modules: Any) -> WholeAsBits | None:
+    """Gives the bits of `kernel` of each module to its leaf `transposed`; returns their form.
+
+    None: nothing was changed, as a kernel is not in bfloat16, or memory has no room for another one.
+    """
+    if not _have_room([module.kernel for module in modules]):
+        return None
+    for module in modules:
+        module.transposed = Fixed(_taken(module.kernel))
+        del module.kernel
+    return WholeAsBits()
 
 
 def _taken(variable: nnx.Variable) -> Any:
