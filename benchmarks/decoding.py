@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,21 +238,21 @@ class Ours:
         self._source = folder, dtype
         opened = open_source(folder)
         # As `generate` loads it, but for the dtype.
-        loading = dataclasses.replace(Loading.for_generation(opened, tokens=PROMPT + TOLD), dtype=dtype)
+        loading = dataclasses.replace(Loading.for_generation(opened), dtype=dtype)
         self._model = Model.of_source(opened, loading)
         self._model.read()
         self.vocabulary = self._model.config.vocab_size
         self._scored: tuple[Evaluator, nnx.State] | None = None
 
     def tell(self, rows: int, tokens: int) -> list[float]:
-        return continued(self._engine(rows * (PROMPT + tokens)), rows, tokens)
+        return continued(self._engine, rows, tokens)
 
     def read(self, length: int) -> Any:
-        return read(self._engine(length), 1, length)
+        return read(self._engine, 1, length)
 
-    @cache  # noqa: B019  (there is one model in a process)
-    def _engine(self, tokens: int) -> Engine:
-        return Engine(self._model.decoder, draws=False, tokens=tokens)
+    @cached_property
+    def _engine(self) -> Engine:
+        return Engine(self._model.decoder, draws=False)
 
     def score(self, ids: np.ndarray) -> Any:
         """Layers are stacked, as `evaluate` has them: one program for all."""

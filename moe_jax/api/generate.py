@@ -124,9 +124,8 @@ def generate(
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
     if not isinstance(model, Model):
-        source, rows = open_model(model), len(prompts)
-        loading = Loading.for_generation(source, rows=rows, tokens=rows * spec.max_new_tokens)
-        model = Model.of_source(source, loading)
+        source = open_model(model)
+        model = Model.of_source(source, Loading.for_generation(source, rows=len(prompts)))
     chat = any(is_conversation(one) for one in prompts)
     prompts, spec = with_pictures_apart(prompts, spec)
     sees = bool(spec.images)

@@ -61,18 +61,16 @@ class Loading:
         compute_dtype: str = "float32",
         mesh: Mesh | None = None,
         rows: int | None = None,
-        tokens: int | None = None,
     ) -> "Loading":
         """Returns the options for a model that does nothing but generate.
 
         Args:
           source, compute_dtype, mesh: as in `load_model`.
           rows: that are generated together at most; None: not known.
-          tokens: of all rows that are generated together, if they are few: see `layer_loop.loops`.
         """
         dtype = dtype_for_generation(source, compute_dtype, mesh, rows=rows)
         config = source.config if dtype is None else dataclasses.replace(source.config, dtype=dtype)
-        stacked = mesh is None and loops(arranged(abstract_model(config, compute_dtype=compute_dtype)), tokens)
+        stacked = mesh is None and loops(arranged(abstract_model(config, compute_dtype=compute_dtype)))
         return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=stacked, arranged=mesh is None)
 
 

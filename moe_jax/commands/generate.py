@@ -120,8 +120,8 @@ def run(options: _Command) -> None:
     return_memory_of_compiling()
     mesh = None if sizes is None else make_mesh(sizes)
     source = options.open()
-    rows, tokens = (1, None) if converses else (len(prompts), len(prompts) * wanted.max_new_tokens)
-    loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh, rows=rows, tokens=tokens)
+    rows = 1 if converses else len(prompts)
+    loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh, rows=rows)
     model = Model.of_source(source, loading)
     if converses:
         _converse(model, system, wanted)

@@ -94,7 +94,8 @@ def run(options: Options) -> None:
 
     return_memory_of_compiling()
     source = options.open()
-    model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
+    loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, rows=options.seats)
+    model = Model.of_source(source, loading)
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
     pictures = None
     if options.allow_image_folder is not None:

@@ -85,14 +85,20 @@ def shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
     return jax.lax.with_sharding_constraint(x, P(rows, sequence_axis(mesh, x.shape[1]), None))
 
 
-def shard_cache(cache: Float[Array, "B *H S w"]) -> Float[Array, "B *H S w"]:
-    """Over a mesh, a cache is split like the batch, and its heads, if it has any, over `tensor`; where they divide."""
+def shard_cache(cache: Float[Array, "... S w"], *, of_layers: bool = False) -> Float[Array, "... S w"]:
+    """Over a mesh, a cache is split like the batch, and its heads, if it has any, over `tensor`; where they divide.
+
+    Args:
+      cache: to be split.
+      of_layers: whether it has a leading axis of layers, which is not split.
+    """
     mesh = current_mesh()
     if mesh is None:
         return cache
-    rows = BATCH_AXES if splits_batch(mesh, cache.shape[0]) else None
-    heads = ["tensor" if size % mesh.shape["tensor"] == 0 else None for size in cache.shape[1:-2]]
-    return jax.lax.with_sharding_constraint(cache, P(rows, *heads, None, None))
+    layers, (batch, *heads) = [None] * of_layers, cache.shape[of_layers:-2]
+    rows = BATCH_AXES if splits_batch(mesh, batch) else None
+    split = ["tensor" if size % mesh.shape["tensor"] == 0 else None for size in heads]
+    return jax.lax.with_sharding_constraint(cache, P(*layers, rows, *split, None, None))
 
 
 def attention_placement(rows: int, length: int) -> Placement | None:

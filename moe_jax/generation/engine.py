@@ -241,16 +241,15 @@ class Engine:
         (`layer_loop.for_rows`).
       draws: whether any row may have a temperature.
       scores: whether any row may want log-probabilities.
-      tokens: that the caches of all rows hold at most; None: not known (see `layer_loop.loops`).
 
     Attributes:
       mover: moves rows.
       compiles_ahead: whether it can; where rows of a model over a mesh would be is not known before.
     """
 
-    def __init__(self, model: Decoder, *, draws: bool, scores: bool = False, tokens: int | None = None):
+    def __init__(self, model: Decoder, *, draws: bool, scores: bool = False):
         self.config = model.config
-        model = for_rows(arranged(model), tokens)
+        model = for_rows(arranged(model))
         self._parts, stacked = nnx.split(model), is_stacked(model)
         self._mesh = mesh_of(self._parts[1])
         self._wanted = {"draws": draws, "scores": scores}

@@ -68,7 +68,7 @@ def stream(
     if outside := sorted({token for prompt in prompts for token in prompt if not 0 <= token < vocab_size}):
         raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
     longest, max_new_tokens = max(map(len, prompts)), wanted.max_new_tokens
-    engine = Engine(model, draws=wanted.temperature > 0, tokens=len(prompts) * (longest + max_new_tokens))
+    engine = Engine(model, draws=wanted.temperature > 0)
     if model.config.has_encoder:
         cache_length = engine.room(max_new_tokens)
     else:

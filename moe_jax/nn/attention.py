@@ -154,9 +154,10 @@ class Attention(nnx.Module):
             visible = _in_blocks(self.config, visible, positions, positions)
             y = _attend(self.config, q, k, v, visible, bias=bias, sinks=self._sinks, aligned=True)
         else:
-            visible = visible._replace(key_positions=slots.key_positions(cache.k.shape[2]))
+            written = KVCache(slots.read(cache.k), slots.read(cache.v))
+            visible = visible._replace(key_positions=slots.key_positions(written.k.shape[2]))
             visible = _in_blocks(self.config, visible, positions, visible.key_positions)
-            y = self._attend_to_cache(q, cache, visible, bias)
+            y = self._attend_to_cache(q, written, visible, bias)
         return self._out(y, keys, x), cache
 
     def attend_across(
@@ -322,9 +323,9 @@ class LatentAttention(nnx.Module):
             cache = LatentCache(slots.write(cache.latent, latent), slots.write(cache.key, shared), kept)
             begins = slots.begins
             if not begins:
-                latent, shared = cache.latent.astype(x.dtype), cache.key.astype(x.dtype)
+                latent, shared = (slots.read(one).astype(x.dtype) for one in (cache.latent, cache.key))
                 visible = visible._replace(key_positions=slots.key_positions(latent.shape[1]))
-                index = None if index is None else index._replace(keys=cache.index)
+                index = None if index is None or kept is None else index._replace(keys=slots.read(kept))
         if index is not None and latent.shape[1] <= index.top_k:
             index = None  # every query chooses all that it sees
         if not begins and self._is_cheaper_absorbed(x.shape[1], latent.shape[1]):

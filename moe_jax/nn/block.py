@@ -76,8 +76,12 @@ class Block(Summarised):
         def attend(x: Array) -> tuple[Array, Cache | None]:
             attention_key = keys.fold_in(key, keys.ATTENTION)
             if self.is_recurrent:
-                begins = context.slots is None or context.slots.begins
-                return self.attention(x, context.documents, cache=cache, begins=begins, key=attention_key)
+                slots = context.slots
+                if cache is None or slots is None:
+                    return self.attention(x, context.documents, cache=None, begins=True, key=attention_key)
+                before = jax.tree.map(slots.read, cache)
+                y, after = self.attention(x, context.documents, cache=before, begins=slots.begins, key=attention_key)
+                return y, jax.tree.map(slots.put, cache, after)
             assert self.rope is not None, "attention has a rotary embedding"
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
             asked: Any = {"positions": context.positions} if self.needs_positions else {}
@@ -88,8 +92,11 @@ class Block(Summarised):
         def attend_across(x: Array) -> tuple[Array, KVCache | None]:
             assert context.source is not None
             source, visible = context.source
-            kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
-            return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
+            across, cross_key = self.cross_attention.attend_across, keys.fold_in(key, keys.CROSS_ATTENTION)
+            if cache is None or cache.cross is None or (slots := context.slots) is None:
+                return across(x, visible, source=source, key=cross_key)[0], None
+            y, kept = across(x, visible, source=source, cache=jax.tree.map(slots.read, cache.cross), key=cross_key)
+            return y, jax.tree.map(slots.put, cache.cross, kept) if context.fills_cross else cache.cross
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             asked = context.at_router

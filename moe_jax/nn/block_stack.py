@@ -109,7 +109,6 @@ class BlockStack(Summarised):
                 )
         # One by one: Flax cannot split a list of modules while `nnx.capture` looks at them.
         graphdefs, of_all, params = zip(*(nnx.split(block, OfAllLayers, ...) for block in self.blocks), strict=True)
-        fills_cross = context.source is not None and context.source.output is not None
         arrays, fixed = context.split()
         asked = Asked(self._positions(inside.hidden_states), self._changes_by_position(inside.changes))
         biases = self._by_position(inside.biases)
@@ -122,6 +121,9 @@ class BlockStack(Summarised):
             given = graphdefs, fixed, asked, x, one, of_all, arrays, key
             x, found = _apply_first(*given) if with_functions else _apply_once(_methods(self.blocks), *given)
             found = jax.tree.map(lambda array: array[None], found)
+            if found.caches is not None and not context.fills_cross:
+                pairs = zip(found.caches, caches, strict=True)
+                found = found._replace(caches=tuple(new._replace(cross=old.cross) for new, old in pairs))
         else:
             first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
             each = params, caches, first_layers, biases
@@ -133,9 +135,7 @@ class BlockStack(Summarised):
         put_sown(self.blocks, found.sown)
         routing, inputs = (by_layer(one, self.layer, self.repeats) for one in (found.routing, found.inputs))
         kept = Kept(routing, {layer: x for layer, x in inputs.items() if layer in inside.hidden_states})
-        if caches is None or found.caches is None:
-            return x, None, found.stats, kept
-        return x, _with_cross(found.caches, caches, fills_cross), found.stats, kept
+        return x, found.caches, found.stats, kept
 
     def _by_position(self, biases: Mapping[int, Array]) -> dict[int, Float[Array, "R E"]]:
         """Returns biases by place in the pattern, over the repeats; zeros for layers without one."""
@@ -172,19 +172,30 @@ def _apply_repeats(
     arrays: Any,
     key: Array | None,
 ) -> tuple[Array, _Found]:
-    """Applies a pattern again and again; `scanned` is what `_apply_pattern` is given, stacked over the repeats.
+    """Applies a pattern again and again; `scanned` is what `_apply_pattern` is given once, stacked over the repeats.
 
     `of_all` are the `OfAllLayers` of the blocks.
     """
     context = Context.joined(arrays, fixed)
 
-    def repeat(x: Array, given: tuple) -> tuple[Array, _Found]:
-        return _apply_pattern(graphdefs, x, given, of_all, context, key, asked)
+    params, caches, first_layers, biases = scanned
+
+    def repeat(carry: tuple, given: tuple) -> tuple[tuple, _Found]:
+        (x, caches), (params, turn, first_layer, biases) = carry, given
+        of_turn = context
+        if context.slots is not None:
+            of_turn = context._replace(slots=context.slots._replace(layer=turn))
+        given = params, caches, first_layer, biases
+        x, found = _apply_pattern(graphdefs, x, given, of_all, of_turn, key, asked)
+        return (x, found.caches), found._replace(caches=None)
 
     if remat != "none":
         # Inside scan the loop itself keeps the compiler from merging the two forward passes.
         repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    return jax.lax.scan(repeat, x, scanned)
+    # The caches of all layers go through the loop whole: handed to each turn in parts, they would be copied.
+    turns = jnp.arange(len(first_layers), dtype=jnp.int32)
+    (x, caches), found = jax.lax.scan(repeat, (x, caches), (params, turns, first_layers, biases))
+    return x, found._replace(caches=caches)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -205,9 +216,11 @@ def _apply_pattern(
     key: Array | None,
     asked: Asked,
 ) -> tuple[Array, _Found]:
-    """Applies blocks in order; `given` are their parameters, their caches, the index of the first block, and biases."""
+    """Applies blocks in order; `given` are their parameters, their caches, the index of the first block, and biases.
+
+    In a loop, the caches are those of all its turns (`Slots.layer`).
+    """
     params, caches, first_layer, biases = given
-    fills_cross = context.source is not None and context.source.output is not None
     changes = dict(asked.changes)
     new_caches, stats, routings, inputs = [], [], {}, {}
     blocks = [nnx.merge(*parts) for parts in zip(graphdefs, of_all, params, strict=True)]
@@ -221,8 +234,7 @@ def _apply_pattern(
         x, cache, router = block(x, context._replace(at_router=at_router), cache, keys.fold_in(key, layer))
         if kept:
             routings[position] = kept[-1]
-        # Caches of cross-attention that are filled already must not be copied for every token.
-        new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))
+        new_caches.append(cache)
         stats.extend(router)
     new = None if caches is None else tuple(new_caches)
     return x, _Found(new, tuple(stats), routings, inputs, take_sown(blocks))
@@ -239,7 +251,12 @@ def _apply_first(
     key: Array | None,
 ) -> tuple[Array, _Found]:
     """Applies a pattern once; `given` is for `_apply_pattern`."""
-    return _apply_pattern(graphdefs, x, given, of_all, Context.joined(arrays, fixed), key, asked)
+    context = Context.joined(arrays, fixed)
+    x, found = _apply_pattern(graphdefs, x, given, of_all, context, key, asked)
+    if found.caches is not None and not context.fills_cross:
+        # What is in the caches of cross-attention already must not be copied for every token.
+        found = found._replace(caches=tuple(cache._replace(cross=None) for cache in found.caches))
+    return x, found
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -261,8 +278,3 @@ def _hold_functions(blocks: Iterable[nnx.Module]) -> bool:
     modules = (module for block in blocks for _, module in nnx.iter_modules(block))
     held = (value for module in modules for value in vars(module).values())
     return any(callable(value) and not isinstance(value, nnx.Module | nnx.Variable | type) for value in held)
-
-
-def _with_cross(new: tuple[Cache, ...], old: tuple[Cache, ...], filled: bool) -> tuple[Cache, ...]:
-    """Returns the new caches with those of cross-attention, which are the old ones unless they were just filled."""
-    return new if filled else tuple(a._replace(cross=b.cross) for a, b in zip(new, old, strict=True))

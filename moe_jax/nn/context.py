@@ -79,11 +79,13 @@ class Slots(NamedTuple):
       positions: of the tokens.
       last: for every row, the position of the last token that is not padding.
       begins: whether the rows begin with this call, so that its tokens see each other and nothing in the caches.
+      layer: which layer of the caches, whose arrays then have a leading axis of layers; None: they are of one layer.
     """
 
     positions: Int[Array, "B T"]
     last: Int[Array, " B"]
     begins: bool
+    layer: Int[Array, ""] | None = None
 
     def key_positions(self, size: int) -> Int[Array, "B S"]:
         """Returns the position of the token in each of `size` slots after this call; a later one for empty slots."""
@@ -91,44 +93,62 @@ class Slots(NamedTuple):
         behind = (self.last[:, None] - slot) % size
         return jnp.where(behind <= self.last[:, None], self.last[:, None] - behind, slot)
 
-    def write(self, cache: Float[Array, "B *H S w"], tokens: Float[Array, "B *H T w"]) -> Float[Array, "B *H S w"]:
+    def read(self, cache: Array) -> Array:
+        """Returns the part of this layer of a cache of any kind."""
+        return cache if self.layer is None else jax.lax.dynamic_index_in_dim(cache, self.layer, keepdims=False)
+
+    def put(self, cache: Array, of_layer: Array) -> Array:
+        """Returns a cache of any kind in which the part of this layer is replaced."""
+        if self.layer is None:
+            return of_layer.astype(cache.dtype)
+        return jax.lax.dynamic_update_index_in_dim(cache, of_layer.astype(cache.dtype), self.layer, 0)
+
+    def write(self, cache: Float[Array, "... S w"], tokens: Float[Array, "B *H T w"]) -> Array:
         """Returns a cache, with or without an axis of heads, with the tokens of this call written to it."""
-        return shard_cache(self._written(cache, tokens))
-
-    def _written(self, cache: Float[Array, "B *H S w"], tokens: Float[Array, "B *H T w"]) -> Float[Array, "B *H S w"]:
-        size, length, axis = cache.shape[-2], tokens.shape[-2], cache.ndim - 2
         tokens = tokens.astype(cache.dtype)
+        if self.layer is None:
+            return shard_cache(self._written(cache[None], tokens, jnp.int32(0))[0])
+        return shard_cache(self._written(cache, tokens, self.layer), of_layers=True)
+
+    def _written(
+        self, cache: Float[Array, "L B *H S w"], tokens: Float[Array, "B *H T w"], layer: Int[Array, ""]
+    ) -> Float[Array, "L B *H S w"]:
+        size, length, axis = cache.shape[-2], tokens.shape[-2], tokens.ndim - 2
+        if length == 1 and not self.begins:
+            put, at = _put_tokens, self.positions[:, 0] % size
+            if current_mesh() is None:
+                put = partial(jax.lax.platform_dependent, cpu=_put_one_by_one, default=_put_tokens)
+            return put(cache, tokens, at, layer)
         if not self.begins:
-            if length == 1:
-                put, at = _put_tokens, self.positions[:, 0] % size
-                if current_mesh() is None:
-                    put = partial(jax.lax.platform_dependent, cpu=_put_one_by_one, default=_put_tokens)
-                return put(cache, tokens, at)
-            rows = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
-            moved = jnp.moveaxis(cache, axis, 1).at[rows, self.positions % size].set(jnp.moveaxis(tokens, axis, 1))
-            return jnp.moveaxis(moved, 1, axis)
-        if length <= size:
-            return jax.lax.dynamic_update_slice_in_dim(cache, tokens, 0, axis)
-        kept = jnp.expand_dims(self.key_positions(size), (*range(1, axis), axis + 1))
-        return jnp.take_along_axis(tokens, kept, axis=axis)
+            rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+            of_layer = jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False)
+            moved = jnp.moveaxis(of_layer, axis, 1).at[rows, self.positions % size].set(jnp.moveaxis(tokens, axis, 1))
+            tokens = jnp.moveaxis(moved, 1, axis)
+        elif length > size:
+            kept = jnp.expand_dims(self.key_positions(size), (*range(1, axis), axis + 1))
+            tokens = jnp.take_along_axis(tokens, kept, axis=axis)
+        return jax.lax.dynamic_update_slice(cache, tokens[None], (layer, *[jnp.int32(0)] * tokens.ndim))
 
 
-def _put_tokens(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
-    axis = cache.ndim - 2
-    put = jax.vmap(lambda row, token, at: jax.lax.dynamic_update_slice_in_dim(row, token, at, axis - 1))
-    return put(cache, tokens, slots)
+def _put_tokens(cache: Array, tokens: Array, slots: Int[Array, " B"], layer: Int[Array, ""]) -> Array:
+    zeros = [jnp.int32(0)] * (tokens.ndim - 3)
+
+    def put(row: Array, token: Array, slot: Array) -> Array:
+        return jax.lax.dynamic_update_slice(row, token[None], (layer, *zeros, slot, jnp.int32(0)))
+
+    return jax.vmap(put, in_axes=(1, 0, 0), out_axes=1)(cache, tokens, slots)
 
 
-def _put_one_by_one(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
+def _put_one_by_one(cache: Array, tokens: Array, slots: Int[Array, " B"], layer: Int[Array, ""]) -> Array:
     """Does the same as a loop: XLA:CPU would fuse an update, and a copy, with all that reads the cache afterwards."""
+    zeros = [jnp.int32(0)] * (tokens.ndim - 3)
 
     def put(row: Array, cache: Array) -> Array:
         token = jax.lax.dynamic_slice_in_dim(tokens, row, 1, 0)
-        zero = jnp.zeros((), jnp.int32)
-        return jax.lax.dynamic_update_slice(cache, token, (row, *[zero] * (cache.ndim - 3), slots[row], zero))
+        return jax.lax.dynamic_update_slice(cache, token[None], (layer, row, *zeros, slots[row], jnp.int32(0)))
 
     # A loop with a known single turn would be unrolled; slots are never negative, but the compiler does not know it.
-    rows = jnp.where(slots[0] >= 0, jnp.int32(cache.shape[0]), jnp.int32(0))
+    rows = jnp.where(slots[0] >= 0, jnp.int32(tokens.shape[0]), jnp.int32(0))
     return jax.lax.fori_loop(jnp.int32(0), rows, put, cache)
 
 
@@ -250,6 +270,11 @@ class Context(NamedTuple):
     keeps_routing: bool = False
     at_router: AtRouter = NOTHING_ASKED
     positions: Int[Array, "B T"] | None = None
+
+    @property
+    def fills_cross(self) -> bool:
+        """Whether an encoder's output is given, of which cross-attention makes keys and values that caches keep."""
+        return self.source is not None and self.source.output is not None
 
     def split(self) -> tuple["Context", FixedContext]:
         """Splits the context into a pytree of arrays and a hashable rest, which a program takes as two arguments."""

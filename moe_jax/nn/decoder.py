@@ -1,9 +1,9 @@
 """The model that a `ModelConfig` describes, for every family: embedding, stack and head, and in some an encoder.
 
 For generation there is the same model with arrays of its own in every layer (`unstacked`). A scan over stacked layers
-copies every layer's parameters and caches out of the stack on each turn. In training this is negligible beside the work
-on many tokens. For a single generated token it is as much as the work itself, and it copies all experts where few are
-used. So generation runs a program that loops over no layers, unless these are codes, which are not copied
+copies every layer's parameters out of the stack on each turn. In training this is negligible beside the work on many
+tokens. For a single generated token it is as much as the work itself, and it copies all experts where few are used. So
+generation runs a program that loops over no layers, unless these are codes, which are not copied
 (`generation.layer_loop`).
 """
 

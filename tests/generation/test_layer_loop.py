@@ -20,7 +20,7 @@ from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.nn import Decoder, is_stacked, unstacked
+from moe_jax.nn import Caches, Decoder, init_cache, is_stacked, unstacked
 from tests.support.tiers import long
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9]]
@@ -51,31 +51,23 @@ def narrow(whole):
 
 
 def test_only_layers_of_codes_are_looped_over(whole, coded):
-    assert loops(coded.decoder, 8) and loops(abstract_model(coded.config), 8)
-    assert not loops(unstacked(coded.decoder), 8)
+    assert loops(coded.decoder) and loops(abstract_model(coded.config))
+    assert not loops(unstacked(coded.decoder))
     only_experts = moe_jax.compress(whole, method="quantize", bits=4)
-    assert not loops(whole.decoder, 8) and not loops(only_experts.decoder, 8)
+    assert not loops(whole.decoder) and not loops(only_experts.decoder)
 
-
-def test_short_texts_are_looped_over_and_long_ones_are_not(whole, coded):
-    # Copying n tokens' keys and values of 3 layers, 2 heads of 32 each, in float32, n times, and half of it on average.
-    most = int((layer_loop._COMPILING * 3 / (layer_loop._COPYING * 3 * 2 * 2 * 32 * 4 / 2)) ** 0.5)
-    assert is_stacked(for_rows(coded.decoder, most))
-    for tokens in (most + 1, None):
-        assert not is_stacked(for_rows(coded.decoder, tokens))
-    assert not is_stacked(for_rows(whole.decoder, 1))
+    assert is_stacked(for_rows(coded.decoder)) and not is_stacked(for_rows(whole.decoder))
 
 
 def test_what_is_loaded_to_generate_is_stacked_where_it_is_looped_over(coded, tmp_path):
     source = moe_jax.load(moe_jax.save(coded, tmp_path / "coded")).source
-    assert Loading.for_generation(source, tokens=8).stacked
-    assert not any(Loading.for_generation(source, tokens=many).stacked for many in (100_000, None))
+    assert Loading.for_generation(source).stacked
 
 
 def test_kernels_in_bfloat16_are_looped_over_as_bits(narrow, tmp_path):
-    assert loops(arranged(narrow.decoder), 8) and not loops(narrow.decoder, 8)
+    assert loops(arranged(narrow.decoder)) and not loops(narrow.decoder)
     source = moe_jax.load(moe_jax.save(narrow, tmp_path / "narrow")).source
-    assert Loading.for_generation(source, tokens=8).stacked
+    assert Loading.for_generation(source).stacked
 
 
 @pytest.mark.parametrize("name", ["coded", "narrow"])
@@ -86,17 +78,36 @@ def test_a_loop_gives_the_tokens_that_single_layers_give(name, request, monkeypa
         return np.stack(list(stream(decoder, PROMPTS, GenerateSpec(max_new_tokens=24))))
 
     looped = tokens()
-    monkeypatch.setattr(layer_loop, "_COMPILING", 0)
+    monkeypatch.setattr(layer_loop, "_is_codes", lambda model: False)
     np.testing.assert_array_equal(looped, tokens())
 
 
+def test_a_loop_copies_no_more_than_one_layer_of_the_caches(coded):
+    decoder = for_rows(coded.decoder)
+    graphdef, state = nnx.split(decoder)
+
+    def step(state: nnx.State, caches: Caches, token: jax.Array) -> Caches | None:
+        return nnx.merge(graphdef, state)(token, positions=token, caches=caches).caches
+
+    def sizes(slots: int) -> tuple[int, int]:
+        caches = jax.eval_shape(lambda: init_cache(decoder.config, 1, slots, jnp.dtype(jnp.float32)))
+        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        memory = jax.jit(step, donate_argnums=1).lower(state, caches, token).compile().memory_analysis()
+        return memory.temp_size_in_bytes, sum(leaf.size * 4 for leaf in jax.tree.leaves(caches))
+
+    (little, short), (much, long_) = sizes(64), sizes(512)
+    # The model has three layers; scores, and which keys a token sees, take some bytes for every slot too.
+    assert much - little < (long_ - short) / 2
+
+
 @long
-def test_rows_of_a_loop_move_as_others_do(coded):
+def test_rows_of_a_loop_move_as_others_do(coded, monkeypatch):
     """Caches of stacked layers lie in one array, whose rows are at the same place."""
     asked = ask(2, 8, key=jax.random.split(jax.random.key(0), 2), temperature=0.0, top_k=0, top_p=1.0, stop_ids=[])
     given = []
-    for tokens in (64, None):
-        engine = Engine(coded.decoder, draws=False, tokens=tokens)
+    for is_looped in (True, False):
+        monkeypatch.setattr(layer_loop, "_is_codes", lambda model, answer=is_looped: answer)
+        engine = Engine(coded.decoder, draws=False)
         rows, first, _ = engine.read(PROMPTS, asked, 16)
         moved = engine.mover.move(rows, [1, -1, 0], Size(3, 32))
         assert shapes_of(moved) == engine.mover.resized(shapes_of(rows), Size(3, 32))
