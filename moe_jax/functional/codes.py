@@ -164,11 +164,20 @@ def scaled_levels(codes: Float[Array, "*s"], scales: Float[Array, "*#s"], bits: 
     return levels * scales
 
 
-def select_levels(codes: UInt8[Array, "*s"], levels: Sequence[Float[Array, ""]], bits: int) -> Float[Array, "*s"]:
-    """Returns the levels of unpacked codes, chosen bit by bit: selections are vector operations, look-ups are not."""
+def select_levels(
+    codes: UInt8[Array, "*s"] | Int[Array, "*s"], levels: Sequence[Float[Array, ""]], bits: int, shift: int = 0
+) -> Float[Array, "*s"]:
+    """Returns the levels of codes, chosen bit by bit: selections are vector operations, look-ups are not.
+
+    Args:
+      codes: unpacked, or words that hold them.
+      levels: of all codes in their order.
+      bits: of a code.
+      shift: bits of a word below its code.
+    """
     levels = list(levels)
     for bit in range(bits):
-        is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
+        is_set = codes & jnp.asarray(1 << (shift + bit), codes.dtype) != 0
         levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]
     return levels[0]
 

@@ -64,6 +64,15 @@ def test_a_grouped_product_is_that_of_the_kernels(products, seed, experts, rows,
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.sqrt(shape[0]))
 
 
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_of_two_rows_no_kernel_is_written(width):
+    """Of more than 2,048 inputs, parts are multiplied: adding these up must not be made a part of their products."""
+    bits = jax.ShapeDtypeStruct((3, 1024, width), jnp.uint16)
+    rows, sizes = jax.ShapeDtypeStruct((2, width), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    program = jax.jit(grouped_product_of_bits).lower(rows, bits, sizes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1024 * width / 4
+
+
 def test_of_one_row_no_kernel_is_written():
     """In a loop over layers and with the expert known by its number alone: what the speed comes from."""
     _, bits = kernels_and_bits(0, 6, 2560, 64)

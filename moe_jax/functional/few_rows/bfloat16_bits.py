@@ -10,13 +10,13 @@ reads as fast as memory gives (27 to 31 GB/s where the product with untransposed
 product is left to a library, for which the kernel is widened into memory.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt16
 
+from moe_jax.functional.few_rows.blocks import sum_of_blocks
 from moe_jax.functional.grouped import looped_product, row_by_row
 from moe_jax.kernels.plain import zero_rows_beyond
 
@@ -81,4 +81,7 @@ def _product_of_a_row(row: Float[Array, "1 i"], bits: UInt16[Array, "o i"]) -> F
     for start in range(0, bits.shape[1], _MOST_INPUTS):
         own = slice(start, start + _MOST_INPUTS)
         parts.append(row[:, own] @ widened(bits[:, own]).T)
-    return functools.reduce(jnp.add, parts)
+    if len(parts) == 1:
+        return parts[0]
+    # An addition would be made part of a product, for which the kernel would then be widened into memory.
+    return sum_of_blocks(jnp.concatenate(parts))[None]

@@ -6,83 +6,55 @@ Of such a sum XLA:CPU makes one loop, in which numbers are read, converted, mult
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.functional.grouped import over_columns
 
-_TILE_BYTES, _TILE_BYTES_OF_SEVERAL = 1 << 20, 1 << 19  # of sums over blocks: they stay in the cache
-_MOST_TERMS = 8
-
-
-class Blocks(NamedTuple):
-    """Rows to be multiplied, cut as the rows of the kernel are.
-
-    Attributes:
-      rows: [g, b] of a single row, or [g, M, b]: blocks come first, as XLA:CPU divides the first axis among threads.
-    """
-
-    rows: Float[Array, "g ... b"]
-
-    @classmethod
-    def of(cls, rows: Float[Array, "M i"], block: int) -> "Blocks":
-        """Cuts rows into blocks of so many entries."""
-        count = rows.shape[0]
-        return cls(rows.reshape(-1, block) if count == 1 else jnp.moveaxis(rows.reshape(count, -1, block), 0, 1))
-
-    @property
-    def number(self) -> int:
-        """The number of blocks."""
-        return self.rows.shape[0]
-
-    def for_all(self, values: Float[Array, "g w"]) -> Float[Array, "g ... w"]:
-        """Returns values of blocks and columns, to be multiplied with those of all rows."""
-        return values if self.rows.ndim == 2 else values[:, None]
-
-    def times(self, factors: Float[np.ndarray, " b"]) -> "Blocks":
-        """Multiplies the entries of every block."""
-        return Blocks(self.rows * np.expand_dims(factors, tuple(range(self.rows.ndim - 1))))
-
-    def sums(self, kernel: Sequence[Float[Array, "g w"]]) -> Float[Array, "g ... w"]:
-        """Returns the sum of every block, given the first row of every block of the kernel, the second, and so on."""
-        return _summed([self.rows[..., k, None] * self.for_all(row) for k, row in enumerate(kernel)])
+_TILE_BYTES = 1 << 20
+"""Size of the sums over the blocks of a tile: they stay in the cache."""
 
 
 def product_in_blocks(
-    rows: Float[Array, "M i"], block: int, width: int, sums_of: Callable[[Blocks, Array, int], Array]
+    rows: Float[Array, "M i"], block: int, width: int, sums_of: Callable[[Array, Array, int], Array]
 ) -> Float[Array, "M o"]:
     """Returns the product of few rows with a kernel, of which a tile of columns is multiplied after the other; float32.
+
+    A tile is multiplied with one row after the other, as if there were no other: it stays in the cache meanwhile.
 
     Args:
       rows: float32.
       block: rows of the kernel in a block; divides i.
       width: o.
-      sums_of: given the blocks, the first column of a tile and its width w, returns the sum of every block [g, ..., w].
+      sums_of: given a row as blocks [g, b], the first column of a tile and its width w, returns the sum of every block
+        [g, w].
     """
-    count, blocks = rows.shape[0], Blocks.of(rows, block)
+    number = rows.shape[1] // block
+    in_blocks = rows.reshape(-1, number, block)
 
     def of_columns(start: Array, width: int, out: Array) -> Array:
-        products = sum_of_blocks(sums_of(blocks, start, width))
-        return lax.dynamic_update_slice_in_dim(out, products.reshape(count, -1), start, 1)
+        products = [sum_of_blocks(sums_of(row, start, width)) for row in in_blocks]
+        return lax.dynamic_update_slice_in_dim(out, jnp.stack(products), start, 1)
 
-    most = _TILE_BYTES if count == 1 else _TILE_BYTES_OF_SEVERAL
-    tile = min(width, max(1, most // (4 * blocks.number * count)))
-    return over_columns(tile, width, of_columns, jnp.zeros((count, width), rows.dtype))
-
-
-def sum_of_blocks(terms: Float[Array, "g ..."]) -> Float[Array, "..."]:
-    """Returns the sum, as operations on elements: XLA:CPU has a sum made by a library, which begins too slowly."""
-    while (count := terms.shape[0]) > 1:
-        # One long sum would take as long as two short ones, and many times as long to compile.
-        parts = max(number for number in range(1, _MOST_TERMS + 1) if count % number == 0)
-        parts = count if parts == 1 else parts
-        terms = _summed(jnp.split(terms, parts))
-    return terms[0]
+    tile = min(width, max(1, _TILE_BYTES // (4 * number)))
+    return over_columns(tile, width, of_columns, jnp.zeros((rows.shape[0], width), rows.dtype))
 
 
-def _summed(terms: list[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
+def sum_of_terms(terms: Sequence[Float[Array, "g w"]]) -> Float[Array, "g w"]:
+    """Returns the sum of one term of every block, the next one, and so on.
+
+    A processor waits for one addition before it begins the next one to the same sum; so two are added up side by side.
+    """
+    return functools.reduce(jnp.add, [functools.reduce(jnp.add, half) for half in (terms[::2], terms[1::2]) if half])
+
+
+def sum_of_blocks(sums: Float[Array, "g w"]) -> Float[Array, " w"]:
+    """Returns the sum of the sums of all blocks.
+
+    It is the product with a vector of ones, of which XLA:CPU makes a loop of its own. Additions would become part of
+    the loop that makes the terms, as far as these still fit in: from some hundred blocks on, what the terms are made of
+    would be written into memory first, which takes ten times as long. A library's sum begins too slowly.
+    """
+    return jnp.ones((sums.shape[0],), sums.dtype) @ sums

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.functional.codes import Grid, columns_of, repeat_over_rows, select_levels, word
-from moe_jax.functional.few_rows.blocks import Blocks, product_in_blocks
+from moe_jax.functional.few_rows.blocks import product_in_blocks, sum_of_terms
 
 _BLOCKS = (16, 8)  # rows of a kernel whose sum is written out; multiples of the codes of a word
 
@@ -34,7 +34,7 @@ def product_with_codes(
 
     Codes are read, unpacked, multiplied and added in registers (`few_rows.blocks`). What the levels of a group have in
     common, its scale above all, is applied to the sums over blocks, which are much less. Codes are unpacked for every
-    row anew, which takes as long as loops of their own would, but is one loop to compile.
+    row anew.
 
     Args:
       rows: float32.
@@ -47,12 +47,12 @@ def product_with_codes(
     block = rows_of_block(rows.shape[1], group_size)
     assert block is not None, (rows.shape, group_size)
 
-    def of_blocks(blocks: Blocks, start: Array, width: int) -> Array:
+    def of_blocks(blocks: Float[Array, "g b"], start: Array, width: int) -> Float[Array, "g w"]:
         def own(values: Array) -> Array:
             """Returns the values of the groups, for each of their blocks."""
             if group_size is None:
                 return values
-            return repeat_over_rows(columns_of(values, start, width), blocks.number, group_size // block)
+            return repeat_over_rows(columns_of(values, start, width), len(blocks), group_size // block)
 
         scales = own(grid.scales)
         if grid.zeros is not None:
@@ -62,11 +62,11 @@ def product_with_codes(
         fields, factors = list(_by_row_of_block(packed, (expert, start, width), bits, block)), blocks
         if grid.table is None:
             # Instead of shifting codes: a power of two is exact.
-            factors = blocks.times(np.array([2.0**-field.shift for field in fields], np.float32))
-        sums = factors.sums([_values_of(field, grid, bits) for field in fields])
+            factors = blocks * np.array([[2.0**-field.shift for field in fields]], np.float32)
+        sums = sum_of_terms([factors[:, k, None] * _values_of(field, grid, bits) for k, field in enumerate(fields)])
         if grid.table is None:  # levels are twice the codes less what all levels of a group lie below them
-            sums = 2 * sums - blocks.for_all(below) * jnp.sum(blocks.rows, axis=-1, keepdims=True)
-        return blocks.for_all(scales) * sums
+            sums = 2 * sums - below * (blocks @ jnp.ones((block, 1), blocks.dtype))
+        return scales * sums
 
     return product_in_blocks(rows, block, packed.shape[2], of_blocks)
 
@@ -87,8 +87,8 @@ def _values_of(field: _Field, grid: Grid, bits: int) -> Float[Array, "g w"]:
     """Returns levels of a table, or else the words themselves."""
     if grid.table is None:
         return field.words.astype(jnp.float32)
-    codes = (field.words >> field.shift).astype(jnp.uint8)
-    return select_levels(codes, [grid.table[code] for code in range(2**bits)], bits).astype(jnp.float32)
+    levels = [grid.table[code].astype(jnp.float32) for code in range(2**bits)]
+    return select_levels(field.words, levels, bits, field.shift)
 
 
 def _by_row_of_block(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from scipy.sparse import csr_array
 
 from moe_jax.functional.few_rows.bfloat16_bits import as_float32
-from moe_jax.functional.few_rows.blocks import sum_of_blocks
+from moe_jax.functional.few_rows.blocks import sum_of_blocks, sum_of_terms
 from moe_jax.functional.grouped import group_by_group, row_by_row
 from moe_jax.kernels.plain import zero_rows_beyond
 
@@ -91,7 +91,7 @@ def _product_of_a_row(row: Float[Array, " i"], kernels: Columns, group: Int[Arra
     def terms(place: int) -> Array:
         return _looked_up(row, places(kernels.rows, place)) * as_float32(places(kernels.values, place))
 
-    return sum_of_blocks(sum((terms(place) for place in range(1, _OF_A_ROW)), terms(0)))
+    return sum_of_blocks(sum_of_terms([terms(place) for place in range(_OF_A_ROW)]))
 
 
 def _product_of_rows(kernels: Columns, group: Int[Array, ""], rows: Float[Array, "m i"]) -> Float[Array, "m o"]:
