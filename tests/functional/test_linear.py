@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.functional import dense
-from moe_jax.functional.dense import Product, linear, product_of_float32, sum_of_products
+from moe_jax.functional.dense import Product, linear, linear_float32, product_of_float32, sum_of_products
 from moe_jax.functional.few_rows import bfloat16_kernels
 from tests.support.numerics import assert_close, normal
 
@@ -59,6 +59,20 @@ def test_few_rows_times_a_kernel_in_bfloat16(rows, dtype):
     assert (got.dtype, sums.dtype) == (dtype, jnp.float32)
     assert np.all(np.abs(np.asarray(sums, np.float64) - wide @ weights) <= allowed)
     assert np.all(np.abs(np.asarray(got, np.float64) - wide @ weights) <= allowed + rounded)
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_of_few_rows_a_transposed_kernel_in_bfloat16_is_not_written(rows, width):
+    """As an embedding that is also the head is."""
+    x, kernel = normal(0, rows, width), normal(1, 500, width).astype(jnp.bfloat16)
+
+    def product(x, kernel):
+        return linear_float32(x, kernel.T)
+
+    program = jax.jit(lambda x, kernel: bfloat16_kernels.row_after_row(x, kernel, product)).lower(x, kernel).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 500 * width / 4
+    assert_close(program(x, kernel), product(x, kernel), tolerance=1e-5)
 
 
 def test_few_rows_are_split_on_a_cpu_alone():

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt16
+from jaxtyping import Array, Float, Int, Shaped, UInt16
 
 from moe_jax.functional.few_rows.blocks import sum_of_blocks
 from moe_jax.functional.grouped import looped_product, row_by_row
@@ -76,12 +76,19 @@ def _of_group(bits: UInt16[Array, "E o i"], e: Int[Array, ""]) -> UInt16[Array, 
     return lax.dynamic_index_in_dim(bits, e, 0, keepdims=False)
 
 
-def _product_of_a_row(row: Float[Array, "1 i"], bits: UInt16[Array, "o i"]) -> Float[Array, "1 o"]:
+def product_in_parts(
+    row: Float[Array, "1 i"], kernel: Shaped[Array, "o i"], product: Callable[[Array, Array], Array]
+) -> Float[Array, "1 o"]:
+    """Returns the sum of `product(row, kernel)` over parts of the inputs that XLA multiplies with a vector."""
     parts = []
-    for start in range(0, bits.shape[1], _MOST_INPUTS):
+    for start in range(0, kernel.shape[1], _MOST_INPUTS):
         own = slice(start, start + _MOST_INPUTS)
-        parts.append(row[:, own] @ widened(bits[:, own]).T)
+        parts.append(product(row[:, own], kernel[:, own]))
     if len(parts) == 1:
         return parts[0]
     # An addition would be made part of a product, for which the kernel would then be widened into memory.
     return sum_of_blocks(jnp.concatenate(parts))[None]
+
+
+def _product_of_a_row(row: Float[Array, "1 i"], bits: UInt16[Array, "o i"]) -> Float[Array, "1 o"]:
+    return product_in_parts(row, bits, lambda row, bits: row @ widened(bits).T)

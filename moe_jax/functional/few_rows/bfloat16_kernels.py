@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt16
 
-from moe_jax.functional.few_rows.bfloat16_bits import linear_of_bits
+from moe_jax.functional.few_rows.bfloat16_bits import linear_of_bits, product_in_parts
 
 MOST_ROWS = 16
 """Most rows that are split into terms on a CPU: with more, converting the kernel costs no more than the products."""
@@ -68,12 +68,13 @@ def row_after_row(x: Float[Array, "... i"], kernel: Float[Array, "o i"], product
     more rows it would be converted into memory first (see `few_rows.bfloat16_bits`).
     """
     count = math.prod(x.shape[:-1])
-    if not 1 < count <= _MOST_ONE_BY_ONE or kernel.dtype != jnp.bfloat16:
+    if count > _MOST_ONE_BY_ONE or kernel.dtype != jnp.bfloat16:
         return product(x, kernel)
 
     def one_by_one(x: Array, kernel: Array) -> Array:
-        rows = x.reshape(count, 1, x.shape[-1])
-        every = [product(row, kernel) for row in rows]
+        # For each row another kernel, as far as the compiler knows: what all have in common it would write into memory.
+        apart = (jax.lax.optimization_barrier((row, kernel)) for row in x.reshape(count, 1, x.shape[-1]))
+        every = [product_in_parts(row, kernel, product) for row, kernel in apart]
         return jnp.concatenate(every).reshape(*x.shape[:-1], -1)
 
     return jax.lax.platform_dependent(x, kernel, default=product, cpu=one_by_one)
