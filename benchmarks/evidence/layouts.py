@@ -272,6 +272,21 @@ DECODING_MEMORY = Table(
      "of bfloat16"),
     ("{}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.2f}"),
 )  # fmt: skip
+TRUE_DECODING = Table(
+    "tokens",
+    (
+        "layer",
+        "experts",
+        "MB",
+        "1 token, ms",
+        "of bfloat16",
+        "4 tokens, ms",
+        "of bfloat16, 4 tokens",
+        "16 tokens, ms",
+        "of bfloat16, 16 tokens",
+    ),
+    ("{}", "{}", "{:.0f}", *("{:.2f}",) * 6),
+)
 SCORED_ANSWERS = Table(
     "shares",
     ("tokens scored, %", "seconds", "seconds with all logits", "ratio of a round, median", "least", "greatest",
