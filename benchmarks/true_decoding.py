@@ -1,6 +1,6 @@
 """Tokens through the experts of layers of true shapes while a CPU generates: what each form takes beside bfloat16.
 
-    python benchmarks/true_decoding.py [--layers NAME ...] [--rounds 8] [--out benchmarks/results]
+    python benchmarks/true_decoding.py [--layers NAME ...] [--rounds 3] [--out benchmarks/results]
 
 Layers of Mixtral-8x7B (width 4096, 8 experts of 14336 neurons, top-2), Qwen3-30B-A3B (2048, 128 of 768, top-8) and of
 the shape of DeepSeek-V3 (7168, 32 of its 256 experts of 2048, top-8), without router and attention. Experts are random,
@@ -30,11 +30,12 @@ from evidence.results import RESULTS, Figures
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
 from moe_jax.experts.forms import Quantized
+from moe_jax.functional.grouped import of_this_turn
 from moe_jax.functional.routing import Routing
 from moe_jax.generation.arrange import arrange
 
 ROWS = (1, 4, 16)
-STEPS = 8
+STEPS = 4
 
 
 class Layer(NamedTuple):
@@ -70,7 +71,7 @@ FORMS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--layers", nargs="+", metavar="NAME", choices=[*LAYERS], default=[*LAYERS])
-    parser.add_argument("--rounds", type=int, default=8, help="of which the fastest counts")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     figures = Figures("true_decoding", options.out, writes=True)
@@ -113,8 +114,9 @@ def step_of(bank: ExpertBank, layer: Layer, rows: int) -> Callable[[], Array]:
     @jax.jit
     def run(state: nnx.State, x: Float[Array, "m d"], chosen: Int[Array, "n m k"]) -> Float[Array, "m d"]:
         def step(x: Array, experts: Array) -> tuple[Array, None]:
+            of_step, x = of_this_turn(state, x)  # as the engine does
             routing = Routing(experts=experts, weights=jnp.full(experts.shape, 1 / layer.top_k))
-            y = nnx.merge(graphdef, state)(x, routing)
+            y = nnx.merge(graphdef, of_step)(x, routing)
             return y / jnp.sqrt(jnp.mean(y**2) + 1e-6), None
 
         return jax.lax.scan(step, x, chosen)[0]
