@@ -236,6 +236,12 @@ SECTIONS = (
         layouts.DECODING_MEMORY,
     ),
     _program(
+        "true_decoding",
+        "python benchmarks/true_decoding.py",
+        ("moe_jax/functional", "moe_jax/experts", "moe_jax/generation/arrange.py"),
+        layouts.TRUE_DECODING,
+    ),
+    _program(
         "plan_train",
         "python benchmarks/plan_train.py MODEL --tower TOWER",
         (*_TRAINING, "moe_jax/peft", "moe_jax/planning/planned_training.py", "moe_jax/core/data_sheets.py"),
