@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -27,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from evidence.layouts import TRUE_DECODING
 from evidence.results import RESULTS, Figures
+from hbm.layers import SHAPES, Shape
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
 from moe_jax.experts.forms import Quantized
@@ -38,31 +38,19 @@ ROWS = (1, 4, 16)
 STEPS = 4
 
 
-class Layer(NamedTuple):
-    """Attributes:
-    d, f: widths of the model and of an expert.
-    experts, top_k: of the layer.
-    """
-
-    d: int
-    f: int
-    experts: int
-    top_k: int
-
-
 LAYERS = {
-    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
-    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
-    "DeepSeek-V3, an eighth of the experts": Layer(7168, 2048, 32, 8),
+    "Mixtral-8x7B": SHAPES["mixtral"],
+    "Qwen3-30B-A3B": SHAPES["qwen3-30b"],
+    "DeepSeek-V3, an eighth of the experts": Shape(7168, 2048, 32, 8),
 }
-WHOLE = "bfloat16"
+WHOLE, GROUP = "bfloat16", 64
 FORMS = {
     WHOLE: BankConfig(),
-    "4 bits": BankConfig(Quantized(bits=4), base="none"),
-    "3 bits": BankConfig(Quantized(bits=3), base="none"),
-    "2 bits": BankConfig(Quantized(bits=2), base="none"),
-    "3 bits with a table": BankConfig(Quantized(bits=3, table=True), base="none"),
-    "2 bits over a base": BankConfig(Quantized(bits=2)),
+    "4 bits": BankConfig(Quantized(bits=4, group_size=GROUP), base="none"),
+    "3 bits": BankConfig(Quantized(bits=3, group_size=GROUP), base="none"),
+    "2 bits": BankConfig(Quantized(bits=2, group_size=GROUP), base="none"),
+    "3 bits with a table": BankConfig(Quantized(bits=3, group_size=GROUP, table=True), base="none"),
+    "2 bits over a base": BankConfig(Quantized(bits=2, group_size=GROUP)),
     "low rank 32": BankConfig(kind="low-rank", rank=32),
     "a tenth of the deltas": BankConfig(kind="sparse", rate=0.9),
 }
@@ -81,7 +69,7 @@ def main() -> None:
     print(TRUE_DECODING.text(figures))
 
 
-def measured(name: str, layer: Layer, rounds: int) -> list[list]:
+def measured(name: str, layer: Shape, rounds: int) -> list[list]:
     """Returns the rows of a layer: its name, the form, MB of the experts, and milliseconds beside those of bfloat16."""
     sizes, steps = {}, {}
     for form, config in FORMS.items():
@@ -107,7 +95,7 @@ def measured(name: str, layer: Layer, rounds: int) -> list[list]:
     ]
 
 
-def step_of(bank: ExpertBank, layer: Layer, rows: int) -> Callable[[], Array]:
+def step_of(bank: ExpertBank, layer: Shape, rows: int) -> Callable[[], Array]:
     """Compiles, and runs once, what lets `STEPS` times `rows` tokens through a bank; returns it."""
     graphdef, state = nnx.split(bank)
 

@@ -238,7 +238,7 @@ SECTIONS = (
     _program(
         "true_decoding",
         "python benchmarks/true_decoding.py",
-        ("moe_jax/functional", "moe_jax/experts", "moe_jax/generation/arrange.py"),
+        ("moe_jax/functional", "moe_jax/experts", "moe_jax/generation/arrange.py", "benchmarks/hbm/layers.py"),
         layouts.TRUE_DECODING,
     ),
     _program(

@@ -177,7 +177,6 @@ def _apply_repeats(
     `of_all` are the `OfAllLayers` of the blocks.
     """
     context = Context.joined(arrays, fixed)
-
     params, caches, first_layers, biases = scanned
 
     def repeat(carry: tuple, given: tuple) -> tuple[tuple, _Found]:

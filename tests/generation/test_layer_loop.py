@@ -55,13 +55,13 @@ def test_only_layers_of_codes_are_looped_over(whole, coded):
     assert not loops(unstacked(coded.decoder))
     only_experts = moe_jax.compress(whole, method="quantize", bits=4)
     assert not loops(whole.decoder) and not loops(only_experts.decoder)
-
     assert is_stacked(for_rows(coded.decoder)) and not is_stacked(for_rows(whole.decoder))
 
 
-def test_what_is_loaded_to_generate_is_stacked_where_it_is_looped_over(coded, tmp_path):
-    source = moe_jax.load(moe_jax.save(coded, tmp_path / "coded")).source
-    assert Loading.for_generation(source).stacked
+@pytest.mark.parametrize(("name", "is_looped"), [("coded", True), ("whole", False)])
+def test_what_is_loaded_to_generate_is_stacked_where_it_is_looped_over(name, is_looped, request, tmp_path):
+    source = moe_jax.load(moe_jax.save(request.getfixturevalue(name), tmp_path / name)).source
+    assert Loading.for_generation(source).stacked == is_looped
 
 
 def test_kernels_in_bfloat16_are_looped_over_as_bits(narrow, tmp_path):
