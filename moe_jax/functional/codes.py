@@ -49,7 +49,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.functional.grouped import over_columns, tile_width
+from moe_jax.functional.group_loops import over_columns, tile_width
 from moe_jax.kernels.by_platform import PRODUCT
 
 # Its eight bits of mantissa are finer than any code here; a float32 scale would take a quarter of the bytes of 128

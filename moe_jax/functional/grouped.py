@@ -23,20 +23,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
+from moe_jax.functional.group_loops import (
+    Groups,
+    longest_tile,
+    looped_product,
+    of_this_turn,
+    over_columns,
+    over_tiles,
+    tile_width,
+)
 from moe_jax.kernels.by_platform import PRODUCT, Bound, deferred, one_device
 from moe_jax.kernels.hardware import Core, compute_capability, current_core
 from moe_jax.kernels.plain import ragged_outer, ragged_product, zero_rows_beyond
-
-# Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
-TILES = (256, 64)
-# By the most rows of all groups together. Of one token, groups have a single row; up to four take hardly longer than
-# one, and up to 16 hardly longer than eight (measured).
-TILES_OF_FEW = {2: 1, 16: 4, 64: 16}
-# Most entries of a tile of a kernel. With many rows a tile is used often and may be large; with few rows it should stay
-# in the cache (measured on kernels of 4096 x 11008 and 11008 x 4096: 100 to 300 columns are fastest, and a whole kernel
-# takes three times as long).
-TILE_ENTRIES = 1 << 22
-FEW_ROWS, TILE_ENTRIES_FOR_FEW = 64, 3 << 19
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -71,188 +69,6 @@ grouped_matmul.defvjp(_forward, _backward)
 # ---- blocked (CPU) ----------------------------------------------------------------------------------------------
 
 
-def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], carry: Any) -> Any:
-    """Folds `body(tile, offset, carry)` over tiles of a group of rows: long tiles while they fit, then short ones.
-
-    Args:
-      size: rows of the group. The last tile may reach beyond them.
-      rows: of all groups together, at most.
-      body: called with the number of rows of a tile and its first row in the group.
-      carry: initial value.
-    """
-    longest = longest_tile(rows)
-    if rows <= max(TILES_OF_FEW):
-        # Of one size: what XLA moves in front of a loop over them, it would move in front of each of two.
-        return lax.fori_loop(
-            0, (size + longest - 1) // longest, lambda t, carry: body(longest, t * longest, carry), carry
-        )
-    long, short = (min(tile, longest) for tile in TILES)
-    full = size // long
-    carry = lax.fori_loop(0, full, lambda t, carry: body(long, t * long, carry), carry)
-    remainder = size - full * long
-    return lax.fori_loop(
-        0, (remainder + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
-    )
-
-
-def over_columns(tile: int, columns: int, body: Callable[[Array, int, Any], Any], carry: Any) -> Any:
-    """Folds `body(start, width, carry)` over tiles of columns; the last is narrower where `tile` does not divide."""
-    full, remainder = divmod(columns, tile)
-    if full == 1:
-        carry = body(jnp.zeros((), jnp.int32), tile, carry)
-    else:
-        carry = lax.fori_loop(0, full, lambda t, carry: body(t * tile, tile, carry), carry)
-    return body(jnp.full((), full * tile, jnp.int32), remainder, carry) if remainder else carry
-
-
-def tile_width(shape: tuple[int, int], rows: int) -> int:
-    """Returns the number of columns of a tile of a kernel [i, o] that meets `rows` rows: at least one.
-
-    A divisor of o is preferred where one is nearly as wide: all tiles then run the same program.
-    """
-    limit = TILE_ENTRIES_FOR_FEW if rows <= FEW_ROWS else TILE_ENTRIES
-    widest = min(shape[1], max(1, limit // shape[0]))
-    divisor = max(width for width in range(1, widest + 1) if shape[1] % width == 0)
-    if 4 * divisor >= 3 * widest:
-        return divisor
-    return widest - widest % 16 if widest > 16 else widest
-
-
-def when(condition: Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """Returns `body(carry)` if the condition holds, else `carry`; as a loop, so that XLA updates in place."""
-    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: body(carry), carry)
-
-
-def over_groups_with_rows(group_sizes: Int[Array, " E"], body: Callable[[Array, Any], Any], carry: Any) -> Any:
-    """Folds `body(group, carry)` over the groups that have rows, in their order.
-
-    The others are left out of the loop: inside of it, behind a condition, XLA would make their kernels all the same,
-    since these do not depend on the loop that stands for the condition, and would be moved in front of it.
-    """
-    has_rows = group_sizes > 0
-    (with_rows,) = jnp.nonzero(has_rows, size=group_sizes.shape[0], fill_value=0)
-    count = jnp.sum(has_rows, dtype=jnp.int32)
-    return lax.fori_loop(0, count, lambda n, carry: body(with_rows[n].astype(jnp.int32), carry), carry)
-
-
-def of_this_turn(arrays: Any, turn: Any) -> tuple[Any, Any]:
-    """Returns arrays, and the numbers of a turn of loops, so that XLA converts nothing of the arrays outside of these.
-
-    XLA:CPU has no operations on bfloat16, not even one that takes a slice: it converts the whole array, and because
-    that is the same in every turn, it does so in front of all loops, and keeps the copy in float32: of the experts of
-    all layers, while tokens are generated. Behind the barrier the array is another one in every turn, as far as the
-    compiler knows; the conversion then becomes part of the slice.
-    """
-    return lax.optimization_barrier((arrays, turn))
-
-
-def longest_tile(rows: int) -> int:
-    """Returns the rows of the longest tile of `over_tiles`: padding by this many keeps every tile inside the array."""
-    few = next((tile for most, tile in TILES_OF_FEW.items() if rows <= most), None)
-    return min(max(TILES), max(8, 1 << (rows - 1).bit_length())) if few is None else few
-
-
-def looped_product(
-    lhs: Float[Array, "M k"],
-    group_sizes: Int[Array, " E"],
-    width: int,
-    kernel_of: Callable[[Array], Callable[[Array, int], Array]],
-    *,
-    contract_out: bool = False,
-) -> Float[Array, "M n"]:
-    """Returns the product of rows sorted by group with their kernels, of which one tile of columns exists at a time.
-
-    Args:
-      lhs: rows.
-      group_sizes: rows per group. Rows beyond their sum give zeros.
-      width: n.
-      kernel_of: given a group, returns a function of the first column of a tile and its width to the tile.
-      contract_out: tiles are rows [w, k] of the kernels, which are multiplied transposed.
-    """
-    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width((lhs.shape[1], width), rows)
-    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
-    contract = (((1,), (1 if contract_out else 0,)), ((), ()))
-
-    def group(e: Array, out: Array) -> Array:
-        tile_of = kernel_of(e)
-
-        def column_tile(start: Array, columns: int, out: Array) -> Array:
-            kernel = tile_of(start, columns)
-
-            def multiply(tile: int, offset: Array, out: Array) -> Array:
-                block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
-                # Rows beyond the group are overwritten by the groups that they belong to, which come later.
-                return lax.dynamic_update_slice(
-                    out, lax.dot_general(block, kernel, contract), (starts[e] + offset, start)
-                )
-
-            return over_tiles(group_sizes[e], rows, multiply, out)
-
-        return over_columns(columns, width, column_tile, out)
-
-    out = over_groups_with_rows(group_sizes, group, jnp.zeros((rows + slack, width), lhs.dtype))
-    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
-
-
-def group_by_group(
-    lhs: Float[Array, "M k"],
-    group_sizes: Int[Array, " E"],
-    width: int,
-    product_of: Callable[[Int[Array, ""]], Callable[[Float[Array, "m k"]], Float[Array, "m n"]]],
-) -> Float[Array, "M n"]:
-    """Does what `looped_product` does with a product of one's own of the rows of a group, a tile of rows at a time.
-
-    Args:
-      lhs, group_sizes, width: see there.
-      product_of: given a group, returns what multiplies rows with its kernel.
-    """
-    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts = jnp.cumsum(group_sizes) - group_sizes
-    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
-
-    def group(e: Array, out: Array) -> Array:
-        product = product_of(e)
-
-        def multiply(tile: int, offset: Array, out: Array) -> Array:
-            # Rows beyond the group are overwritten by the groups that they belong to, which come later.
-            at = starts[e] + offset
-            own = product(lax.dynamic_slice_in_dim(padded, at, tile, 0)).astype(out.dtype)
-            return lax.dynamic_update_slice_in_dim(out, own, at, 0)
-
-        return over_tiles(group_sizes[e], rows, multiply, out)
-
-    out = over_groups_with_rows(group_sizes, group, jnp.zeros((rows + slack, width), lhs.dtype))
-    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
-
-
-def row_by_row(
-    lhs: Float[Array, "M k"],
-    group_sizes: Int[Array, " E"],
-    width: int,
-    product: Callable[[Float[Array, "m k"], Int[Array, ""]], Float[Array, "m n"]],
-) -> Float[Array, "M n"]:
-    """Does what `looped_product` does without making kernels, for few rows: each is multiplied by itself; float32.
-
-    Where there is a single group, all rows are multiplied together.
-
-    Args:
-      lhs, group_sizes, width: see there. Rows beyond their sum give anything.
-      product: of rows with the kernel of a group.
-    """
-    if group_sizes.shape[0] == 1:  # a loop would take longer than what is in it
-        return product(lhs, jnp.zeros((), jnp.int32))
-    ends = jnp.cumsum(group_sizes)
-    groups = jnp.searchsorted(ends, jnp.arange(lhs.shape[0], dtype=ends.dtype), side="right", method="compare_all")
-
-    def multiply(row: Array, out: Array) -> Array:
-        own = product(lax.dynamic_slice_in_dim(lhs, row, 1, 0), groups[row].astype(jnp.int32))
-        return lax.dynamic_update_slice_in_dim(out, own, row, 0)
-
-    rows = jnp.minimum(ends[-1], lhs.shape[0]).astype(jnp.int32)
-    return lax.fori_loop(jnp.zeros((), jnp.int32), rows, multiply, jnp.zeros((lhs.shape[0], width), jnp.float32))
-
-
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
         def tile(start: Array, columns: int) -> Array:
@@ -265,7 +81,7 @@ def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out
         return tile
 
     width = rhs.shape[1 if contract_out else 2]
-    return looped_product(lhs, group_sizes, width, kernel_of, contract_out=contract_out)
+    return looped_product(lhs, Groups.of(group_sizes), width, kernel_of, contract_out=contract_out)
 
 
 def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:

@@ -28,7 +28,9 @@ from jaxtyping import Array, Float, Int, UInt16
 
 from moe_jax.functional.few_rows.bfloat16_bits import widened
 from moe_jax.functional.few_rows.bfloat16_kernels import sums_in_float32
-from moe_jax.functional.grouped import (
+from moe_jax.functional.group_loops import (
+    Groups,
+    by_group_size,
     longest_tile,
     looped_product,
     of_this_turn,
@@ -59,9 +61,10 @@ BLOCK_ENTRIES = 1 << 26
 # would be made again for every 128 rows.
 FEW_ROWS = 128
 
-# On a CPU, most rows in all for which no kernel is made where that can be done without (`Tiles.product_of_rows`): with
-# more it is faster to make a kernel once. Of several experts that is later, as each has a part of the rows (measured).
-FEW_ROWS_ON_CPU, FEW_ROWS_OF_ONE_EXPERT = 16, 4
+# On a CPU, most rows of an expert for which no kernel is made where that can be done without
+# (`Tiles.product_of_rows`): with more it is faster to make a kernel once. Rows of an only expert are written out, those
+# of several have their turns of a loop. Measured: between 5 and 16, by form and size.
+FEW_ROWS_ON_CPU, FEW_ROWS_OF_ONE_EXPERT = 6, 4
 
 
 class InTriton(NamedTuple):
@@ -225,14 +228,13 @@ def _say_why_not_fused(reason: str) -> None:
 
 
 def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
-    most = FEW_ROWS_ON_CPU if given.group_sizes.shape[0] > 1 else FEW_ROWS_OF_ONE_EXPERT
-    if given.lhs.shape[0] > most or not _multiplies_rows(tiles, given):
+    if not _multiplies_rows(tiles, given):
         return _looped_tiles(given, tiles=tiles)
-    ways = {"cpu": partial(_product_row_by_row, tiles=tiles), "default": partial(_looped_tiles, tiles=tiles)}
+    ways = {"cpu": partial(_product_by_group_size, tiles=tiles), "default": partial(_looped_tiles, tiles=tiles)}
     return lax.platform_dependent(given, **ways)
 
 
-def _looped_tiles(given: Operands, *, tiles: Tiles) -> Array:
+def _looped_tiles(given: Operands, *, tiles: Tiles, groups: Groups | None = None) -> Array:
     lhs, base, trained, fixed, group_sizes = given
 
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
@@ -245,7 +247,7 @@ def _looped_tiles(given: Operands, *, tiles: Tiles) -> Array:
 
         return tile
 
-    return looped_product(lhs, group_sizes, tiles.shape[1], kernel_of)
+    return looped_product(lhs, Groups.of(group_sizes) if groups is None else groups, tiles.shape[1], kernel_of)
 
 
 def _multiplies_rows(tiles: Tiles, given: Operands) -> bool:
@@ -254,8 +256,19 @@ def _multiplies_rows(tiles: Tiles, given: Operands) -> bool:
     return jax.eval_shape(tiles.product_of_rows, row, given.trained | given.fixed, expert) is not None
 
 
-def _product_row_by_row(given: Operands, *, tiles: Tiles) -> Array:
-    lhs, base, trained, fixed, group_sizes = given
+def _product_by_group_size(given: Operands, *, tiles: Tiles) -> Array:
+    few = FEW_ROWS_ON_CPU if given.group_sizes.shape[0] > 1 else FEW_ROWS_OF_ONE_EXPERT
+    return by_group_size(
+        given.lhs,
+        given.group_sizes,
+        few,
+        row_by_row=partial(_product_row_by_row, given, tiles=tiles),
+        with_kernels=lambda groups: _looped_tiles(given, tiles=tiles, groups=groups),
+    )
+
+
+def _product_row_by_row(given: Operands, groups: Groups, *, tiles: Tiles) -> Array:
+    lhs, base, trained, fixed, _ = given
 
     def product(row: Array, e: Array) -> Array:
         arrays, at = of_this_turn(trained | fixed, e)
@@ -263,10 +276,10 @@ def _product_row_by_row(given: Operands, *, tiles: Tiles) -> Array:
         assert own is not None
         return own
 
-    products = row_by_row(lhs, group_sizes, tiles.shape[1], product)
+    products = row_by_row(lhs, groups, tiles.shape[1], product)
     if base is not None:
-        products = products + sums_in_float32(lhs, base)
-    return zero_rows_beyond(products.astype(lhs.dtype), jnp.sum(group_sizes))
+        products = products + zero_rows_beyond(sums_in_float32(lhs, base), groups.rows)
+    return products.astype(lhs.dtype)
 
 
 def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:

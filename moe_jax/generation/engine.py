@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.experts.devices import current_chip
-from moe_jax.functional.grouped import of_this_turn
+from moe_jax.functional.group_loops import of_this_turn
 from moe_jax.functional.sampling import sample
 from moe_jax.generation.ahead import Ahead
 from moe_jax.generation.arrange import arranged

@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional import grouped
-from moe_jax.functional.grouped import (
-    FEW_ROWS,
-    TILE_ENTRIES,
-    TILE_ENTRIES_FOR_FEW,
-    grouped_matmul,
-    longest_tile,
-    tile_width,
-)
+from moe_jax.functional import group_loops
+from moe_jax.functional.grouped import grouped_matmul
 from tests.support.numerics import normal
 from tests.support.tiers import examples, one_in
 
@@ -71,8 +64,8 @@ def test_product_and_gradients(shape, cuts, seed):
 
 @pytest.mark.parametrize("few", [{2: 1}, {64: 8}])
 def test_groups_longer_than_a_tile(few, monkeypatch):
-    monkeypatch.setattr(grouped, "TILES", (8, 2))
-    monkeypatch.setattr(grouped, "TILES_OF_FEW", few)
+    monkeypatch.setattr(group_loops, "TILES", (8, 2))
+    monkeypatch.setattr(group_loops, "TILES_OF_FEW", few)
     sizes = [30, 0, 1, 17, 8]
     lhs = normal(0, 60, 5)
     rhs = normal(1, 5, 5, 7)
@@ -84,23 +77,12 @@ def test_groups_longer_than_a_tile(few, monkeypatch):
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=300)
-@given(st.integers(1, 20_000), st.integers(1, 20_000), st.sampled_from([1, FEW_ROWS, FEW_ROWS + 1, 4096]))
-def test_no_tile_is_above_its_limit(fan_in, fan_out, rows):
-    width = tile_width((fan_in, fan_out), rows)
-    limit = TILE_ENTRIES_FOR_FEW if rows <= FEW_ROWS else TILE_ENTRIES
-    assert 1 <= width <= fan_out
-    assert width * fan_in <= limit
-    # Nor is it needlessly narrow.
-    assert width == fan_out or 2 * width * fan_in >= limit or 2 * (width + 1) * fan_in > limit
-
-
 @one_in(2)
 @pytest.mark.parametrize("fan_out", [37, 64, 113])
 def test_columns_that_tiles_do_not_divide(fan_out, monkeypatch):
     fan_in, sizes = 6, [9, 0, 20]
     for name in ("TILE_ENTRIES", "TILE_ENTRIES_FOR_FEW"):
-        monkeypatch.setattr(grouped, name, 20 * fan_in)
+        monkeypatch.setattr(group_loops, name, 20 * fan_in)
     rng = np.random.default_rng(0)
     arrays = (
         rng.standard_normal((31, fan_in)),
@@ -145,12 +127,6 @@ def test_cpu_program_does_not_multiply_the_arithmetic():
     text = jax.jit(grouped_matmul).lower(lhs, rhs, jnp.full(8, 32, jnp.int32)).as_text()
     assert "ragged_dot" not in text
     assert "stablehlo.while" in text
-
-
-def test_the_longest_tile_is_short_for_few_rows_and_else_holds_them():
-    assert [longest_tile(rows) for rows in (1, 2, 3, 16, 17, 64)] == [1, 1, 4, 4, 16, 16]
-    assert [longest_tile(rows) for rows in (65, 128, 129)] == [128, 128, 256]
-    assert longest_tile(10**6) == max(grouped.TILES)
 
 
 def test_a_kernel_narrower_than_the_rows_is_cast_and_has_a_gradient_of_its_dtype():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.optional import FormTiles
-from moe_jax.functional import grouped
+from moe_jax.functional import group_loops
 from moe_jax.functional.codes import (
     BLOCK,
     LEVELS,
@@ -178,8 +178,8 @@ def test_product_and_gradient(shape, batch, seed):
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 def test_product_and_gradient_tile_by_tile(dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(grouped, "TILE_ENTRIES_FOR_FEW", 100 * 64)
-    assert grouped.tile_width((100, 320), 7) == 64
+    monkeypatch.setattr(group_loops, "TILE_ENTRIES_FOR_FEW", 100 * 64)
+    assert group_loops.tile_width((100, 320), 7) == 64
     leaves = quantize_nf4(random(100, 320))
     x, target = (jnp.asarray(random(7, n)).astype(dtype) for n in (100, 320))
     kernel = np.asarray(dequantize_nf4(leaves, 100, dtype).astype(jnp.float32))
@@ -192,7 +192,7 @@ def test_product_and_gradient_tile_by_tile(dtype, tolerance, monkeypatch):
 
 def test_no_kernel_exists_at_once():
     rows, columns, tokens = 2048, 16384, 32
-    assert (tile := grouped.tile_width((rows, columns), tokens)) <= columns // 8
+    assert (tile := group_loops.tile_width((rows, columns), tokens)) <= columns // 8
     x = jax.ShapeDtypeStruct((tokens, rows), jnp.float32)
 
     def forward_of_two(x, leaves):

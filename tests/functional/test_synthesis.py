@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.sparse import encode_positions, to_csr
-from moe_jax.functional import grouped
+from moe_jax.functional import group_loops
 from moe_jax.functional.codes import codes_shape, pack, scales_shape
 from moe_jax.functional.sparse.by_entry import grouped_sparse_matmul
 from moe_jax.functional.synthesis import synthesised_matmul
@@ -75,8 +75,8 @@ group_sizes = st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size
 @pytest.mark.parametrize("columns", [128, 64, 48], ids=["one tile", "equal tiles", "a narrower last tile"])
 @pytest.mark.parametrize("kind", ["low-rank", "sparse", "quantized"])
 def test_synthesised_product_and_gradient(kind, columns, monkeypatch):
-    monkeypatch.setattr(grouped, "TILE_ENTRIES_FOR_FEW", SHAPE[0] * columns)
-    assert grouped.tile_width(SHAPE, ROWS) == columns
+    monkeypatch.setattr(group_loops, "TILE_ENTRIES_FOR_FEW", SHAPE[0] * columns)
+    assert group_loops.tile_width(SHAPE, ROWS) == columns
     trained = delta(kind)[1]
 
     @settings(max_examples=10)
@@ -130,8 +130,8 @@ def in_bfloat16(rng, *shape):
 def test_rounding_does_not_grow_with_the_number_of_tiles(tiles, monkeypatch):
     """Sums over tiles are float32: what is left in bfloat16 is one rounding, of 2^-8 at most."""
     rng, (fan_in, fan_out) = np.random.default_rng(0), (8, 1024)
-    monkeypatch.setattr(grouped, "TILE_ENTRIES_FOR_FEW", fan_in * fan_out // tiles)
-    assert grouped.tile_width((fan_in, fan_out), ROWS) == fan_out // tiles
+    monkeypatch.setattr(group_loops, "TILE_ENTRIES_FOR_FEW", fan_in * fan_out // tiles)
+    assert group_loops.tile_width((fan_in, fan_out), ROWS) == fan_out // tiles
     (lhs, x), (base, w), (dout, dy) = (
         in_bfloat16(rng, *s) for s in ((ROWS, fan_in), (fan_in, fan_out), (ROWS, fan_out))
     )

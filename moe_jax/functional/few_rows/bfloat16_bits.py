@@ -17,15 +17,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped, UInt16
 
 from moe_jax.functional.few_rows.blocks import sum_of_blocks
-from moe_jax.functional.grouped import looped_product, row_by_row
-from moe_jax.kernels.plain import zero_rows_beyond
+from moe_jax.functional.group_loops import Groups, by_group_size, looped_product, row_by_row
 
 _MOST_INPUTS = 2048
 """Entries of a vector that XLA multiplies so: less than 16 KiB of them."""
 _FEW_ROWS = 8
 """Rows of a kernel that are multiplied one by one: with more it is faster to widen the kernel once (measured)."""
-_MOST_ROWS = 64
-"""Likewise of all kernels of a grouped product, among which may be those of other layers (`experts.arrangements`)."""
+_FEW_ROWS_OF_A_GROUP, _FEW_ROWS_OF_A_LARGE_KERNEL, _LARGE = 16, 2, 1 << 22
+"""Likewise of a group, whose rows have turns of a loop. Of a kernel with more entries than the last, which no cache
+holds, every row would read all of it from memory."""
 
 
 def widened(bits: UInt16[Array, "..."]) -> Float[Array, "..."]:
@@ -59,17 +59,25 @@ def grouped_product_of_bits(
       bits: of one transposed kernel per group.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
     """
-    rows, width = lhs.astype(jnp.float32), bits.shape[1]
-    if rows.shape[0] <= _FEW_ROWS * bits.shape[0] and rows.shape[0] <= _MOST_ROWS:
-        out = row_by_row(rows, group_sizes, width, lambda row, e: _product_of_a_row(row, _of_group(bits, e)))
-        return zero_rows_beyond(out, jnp.sum(group_sizes)).astype(lhs.dtype)
+    rows, (_, width, size) = lhs.astype(jnp.float32), bits.shape
+    few = _FEW_ROWS_OF_A_GROUP if width * size <= _LARGE else _FEW_ROWS_OF_A_LARGE_KERNEL
 
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
-        zero, size = jnp.zeros((), jnp.int32), bits.shape[2]
+        zero = jnp.zeros((), jnp.int32)
         # One slice: that of the whole kernel would be moved in front of the loop over its tiles, and copied.
         return lambda start, width: widened(lax.dynamic_slice(bits, (e, start, zero), (1, width, size))[0])
 
-    return looped_product(rows, group_sizes, width, kernel_of, contract_out=True).astype(lhs.dtype)
+    def of_a_row(row: Array, e: Array) -> Array:
+        return _product_of_a_row(row, _of_group(bits, e))
+
+    def one_by_one(groups: Groups) -> Array:
+        return row_by_row(rows, groups, width, of_a_row)
+
+    def with_kernels(groups: Groups) -> Array:
+        return looped_product(rows, groups, width, kernel_of, contract_out=True)
+
+    out = by_group_size(rows, group_sizes, few, row_by_row=one_by_one, with_kernels=with_kernels)
+    return out.astype(lhs.dtype)
 
 
 def _of_group(bits: UInt16[Array, "E o i"], e: Int[Array, ""]) -> UInt16[Array, "o i"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.functional.grouped import over_columns
+from moe_jax.functional.group_loops import over_columns
 
 _TILE_BYTES = 1 << 20
 """Size of the sums over the blocks of a tile: they stay in the cache."""

@@ -19,14 +19,13 @@ from scipy.sparse import csr_array
 
 from moe_jax.functional.few_rows.bfloat16_bits import as_float32
 from moe_jax.functional.few_rows.blocks import sum_of_blocks, sum_of_terms
-from moe_jax.functional.grouped import group_by_group, row_by_row
-from moe_jax.kernels.plain import zero_rows_beyond
+from moe_jax.functional.group_loops import Groups, by_group_size, group_by_group, row_by_row
 
 UNIT = 8
 """The number of places of a column is a multiple of this."""
 _OF_A_ROW, _OF_MANY_ROWS = 4, 8  # places whose sum is written out, which divide `UNIT`: measured
-MOST_ROWS = 64
-"""Rows in all that are multiplied one by one: measured."""
+FEW_ROWS = 12
+"""Rows of a group that are multiplied one by one: measured."""
 
 
 class Columns(NamedTuple):
@@ -57,10 +56,15 @@ def grouped_product_by_column(
     def of_a_row(row: Float[Array, "1 i"], group: Int[Array, ""]) -> Float[Array, "1 o"]:
         return _product_of_a_row(row[0].astype(jnp.float32), kernels, group)[None]
 
-    if lhs.shape[0] > MOST_ROWS or group_sizes.shape[0] == 1:
-        return group_by_group(lhs, group_sizes, width, lambda group: partial(_product_of_rows, kernels, group))
-    out = row_by_row(lhs, group_sizes, width, of_a_row)
-    return zero_rows_beyond(out.astype(lhs.dtype), jnp.sum(group_sizes))
+    def one_by_one(groups: Groups) -> Float[Array, "M o"]:
+        return row_by_row(lhs, groups, width, of_a_row).astype(lhs.dtype)
+
+    def with_kernels(groups: Groups) -> Float[Array, "M o"]:
+        return group_by_group(lhs, groups, width, lambda group: partial(_product_of_rows, kernels, group))
+
+    if group_sizes.shape[0] == 1:
+        return with_kernels(Groups.of(group_sizes))
+    return by_group_size(lhs, group_sizes, FEW_ROWS, row_by_row=one_by_one, with_kernels=with_kernels)
 
 
 def tile_by_column(

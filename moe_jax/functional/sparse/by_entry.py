@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.functional.grouped import group_by_group, longest_tile, over_tiles
+from moe_jax.functional.group_loops import Groups, group_by_group, longest_tile, over_tiles
 from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
 from moe_jax.kernels.plain import zero_rows_beyond
@@ -150,7 +150,7 @@ def _looped_product(lhs: Array, values: Array, positions: Positions, group_sizes
         coordinates = _coordinates(positions, e)
         return lambda block: _product(block.astype(jnp.float32), values[e].astype(jnp.float32), *coordinates, width)
 
-    return group_by_group(lhs, group_sizes, width, product_of)
+    return group_by_group(lhs, Groups.of(group_sizes), width, product_of)
 
 
 def _looped_gradients(
