@@ -6,7 +6,6 @@ from flax import nnx
 
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.experts.arrangements.as_bits import give_as_bits, transpose_kernels
-from moe_jax.experts.arrangements.nf4_as_table import give_nf4_as_table
 from moe_jax.experts.arrangements.sparse_deltas import arrange_by_column
 from moe_jax.experts.devices import current_chip, current_mesh
 from moe_jax.nn.layers import Head
@@ -17,9 +16,8 @@ _M = TypeVar("_M", bound=nnx.Module)
 def arranged(model: _M) -> _M:
     """Returns a model that gives the same logits, arranged to generate on a CPU; elsewhere, or over a mesh, the model.
 
-    Sparse deltas lie by column (`arrangements.sparse_deltas`), whole kernels in bfloat16 are given as their bits
-    (`arrangements.as_bits`), and those in NF4 as codes of a table (`arrangements.nf4_as_table`). All other arrays are
-    those of the model, which stays as it is.
+    Sparse deltas lie by column (`arrangements.sparse_deltas`), and whole kernels in bfloat16 are given as their bits
+    (`arrangements.as_bits`). All other arrays are those of the model, which stays as it is.
 
     Args:
       model: its arrays, or only their shapes, of which sparse deltas stay as they are.
@@ -37,7 +35,6 @@ def arrange(model: nnx.Module) -> None:
         return
     arrange_by_column(model)
     give_as_bits(model)
-    give_nf4_as_table(model)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Head) and not module.is_tied and module.codes is None:
             module.codes = transpose_kernels(module)
