@@ -64,7 +64,8 @@ def test_product_and_gradients(shape, cuts, seed):
 
 @pytest.mark.parametrize("few", [{2: 1}, {64: 8}])
 def test_groups_longer_than_a_tile(few, monkeypatch):
-    monkeypatch.setattr(group_loops, "TILES", (8, 2))
+    monkeypatch.setattr(group_loops, "TILES", (8, 4))
+    monkeypatch.setattr(group_loops, "SHORTER_TILE", 2)
     monkeypatch.setattr(group_loops, "TILES_OF_FEW", few)
     sizes = [30, 0, 1, 17, 8]
     lhs = normal(0, 60, 5)
