@@ -237,7 +237,7 @@ SECTIONS = (
     ),
     _program(
         "true_decoding",
-        "python benchmarks/true_decoding.py",
+        "python benchmarks/true_decoding.py --rounds 6",
         ("moe_jax/functional", "moe_jax/experts", "moe_jax/generation/arrange.py", "benchmarks/hbm/layers.py"),
         layouts.TRUE_DECODING,
     ),

@@ -229,13 +229,17 @@ def _say_why_not_fused(reason: str) -> None:
 
 def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
     if not _multiplies_rows(tiles, given):
-        return _looped_tiles(given, tiles=tiles)
-    ways = {"cpu": partial(_product_by_group_size, tiles=tiles), "default": partial(_looped_tiles, tiles=tiles)}
-    return lax.platform_dependent(given, **ways)
+        return _product_with_tiles(given, tiles=tiles)
+    ways = {"cpu": _product_by_group_size, "default": _product_with_tiles}
+    return lax.platform_dependent(given, **{platform: partial(way, tiles=tiles) for platform, way in ways.items()})
 
 
-def _looped_tiles(given: Operands, *, tiles: Tiles, groups: Groups | None = None) -> Array:
-    lhs, base, trained, fixed, group_sizes = given
+def _product_with_tiles(given: Operands, *, tiles: Tiles) -> Array:
+    return _looped_tiles(given, Groups.of(given.group_sizes), tiles=tiles)
+
+
+def _looped_tiles(given: Operands, groups: Groups, *, tiles: Tiles) -> Array:
+    lhs, base, trained, fixed, _ = given
 
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
         arrays, at = of_this_turn(trained | fixed, e)
@@ -247,7 +251,7 @@ def _looped_tiles(given: Operands, *, tiles: Tiles, groups: Groups | None = None
 
         return tile
 
-    return looped_product(lhs, Groups.of(group_sizes) if groups is None else groups, tiles.shape[1], kernel_of)
+    return looped_product(lhs, groups, tiles.shape[1], kernel_of)
 
 
 def _multiplies_rows(tiles: Tiles, given: Operands) -> bool:
@@ -262,8 +266,8 @@ def _product_by_group_size(given: Operands, *, tiles: Tiles) -> Array:
         given.lhs,
         given.group_sizes,
         few,
-        row_by_row=partial(_product_row_by_row, given, tiles=tiles),
-        with_kernels=lambda groups: _looped_tiles(given, tiles=tiles, groups=groups),
+        one_by_one=partial(_product_row_by_row, given, tiles=tiles),
+        with_kernels=partial(_looped_tiles, given, tiles=tiles),
     )
 
 

@@ -17,6 +17,7 @@ from moe_jax.functional.group_loops import (
     by_group_size,
     longest_tile,
     looped_product,
+    over_tiles,
     row_by_row,
     tile_width,
 )
@@ -40,6 +41,22 @@ def test_the_longest_tile_is_short_for_few_rows_and_else_holds_them():
     assert [longest_tile(rows) for rows in (1, 2, 3, 16, 17, 64)] == [1, 1, 4, 4, 16, 16]
     assert [longest_tile(rows) for rows in (65, 128, 129)] == [128, 128, 256]
     assert longest_tile(10**6) == max(group_loops.TILES)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "multiplied"),
+    [
+        (4, 64, 16),
+        (4, 128, 16),
+        (70, 128, 80),
+        (130, 128, 144),
+        (4, MOST_ROWS, 16),
+        (4, MOST_ROWS + 1, 64),
+        (0, 128, 0),
+    ],
+)
+def test_tiles_of_a_group_have_few_rows_beyond_it(size, rows, multiplied):
+    assert over_tiles(jnp.int32(size), rows, lambda tile, offset, total: total + tile, 0) == multiplied
 
 
 def sizes_of(*sizes):
@@ -86,7 +103,7 @@ def test_rows_of_short_groups_are_multiplied_alone(sizes, rows, alone):
             lhs,
             sizes_of(*sizes),
             2,
-            row_by_row=lambda groups: row_by_row(lhs, groups, 4, of_a_row),
+            one_by_one=lambda groups: row_by_row(lhs, groups, 4, of_a_row),
             with_kernels=lambda groups: looped_product(
                 lhs,
                 groups,

@@ -12,7 +12,7 @@ from moe_jax.experts.devices import Cost, Platform
 from moe_jax.experts.forms.never_stored import NeverStored
 from moe_jax.experts.forms.optional import Factored
 from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Window, ffn_matrices
-from moe_jax.functional.sparse.by_column import FEW_ROWS, Columns, grouped_product_by_column, tile_by_column
+from moe_jax.functional.sparse.by_column import MOST_ALONE, Columns, grouped_product_by_column, tile_by_column
 
 # Seconds on a CPU: to multiply one row of few, or one of many, with an entry, and to write it into a tile; measured.
 _OF_FEW_ROWS, _OF_MANY_ROWS, _WRITTEN = 2.3e-10, 8e-11, 3.4e-9
@@ -62,7 +62,7 @@ class SparseByColumn(Factored, NeverStored):
         return _WRITTEN * self._entries(matrices)
 
     def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, Cost]:
-        seconds = _OF_FEW_ROWS if load.rows <= FEW_ROWS * load.used_experts else _OF_MANY_ROWS
+        seconds = _OF_FEW_ROWS if load.rows <= MOST_ALONE * load.used_experts else _OF_MANY_ROWS
         entrywise = Cost(load.rows * self._entries(matrices) * seconds)
         return super().delta_costs(matrices, load, platform) | {"entrywise": entrywise}
 

@@ -76,7 +76,7 @@ def grouped_product_of_bits(
     def with_kernels(groups: Groups) -> Array:
         return looped_product(rows, groups, width, kernel_of, contract_out=True)
 
-    out = by_group_size(rows, group_sizes, few, row_by_row=one_by_one, with_kernels=with_kernels)
+    out = by_group_size(rows, group_sizes, few, one_by_one=one_by_one, with_kernels=with_kernels)
     return out.astype(lhs.dtype)
 
 

@@ -24,7 +24,7 @@ from moe_jax.functional.group_loops import Groups, by_group_size, group_by_group
 UNIT = 8
 """The number of places of a column is a multiple of this."""
 _OF_A_ROW, _OF_MANY_ROWS = 4, 8  # places whose sum is written out, which divide `UNIT`: measured
-FEW_ROWS = 12
+MOST_ALONE = 12
 """Rows of a group that are multiplied one by one: measured."""
 
 
@@ -64,7 +64,7 @@ def grouped_product_by_column(
 
     if group_sizes.shape[0] == 1:
         return with_kernels(Groups.of(group_sizes))
-    return by_group_size(lhs, group_sizes, FEW_ROWS, row_by_row=one_by_one, with_kernels=with_kernels)
+    return by_group_size(lhs, group_sizes, MOST_ALONE, one_by_one=one_by_one, with_kernels=with_kernels)
 
 
 def tile_by_column(
