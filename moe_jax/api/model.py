@@ -25,7 +25,7 @@ from moe_jax.distributed.sharding import make_mesh, mesh_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.generation.arrange import arrange, arranged
-from moe_jax.generation.layer_loop import loops
+from moe_jax.generation.layer_loop import join_for_loop, loops
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.model_io.loading import abstract_model, dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelLike, ModelSource
@@ -43,7 +43,8 @@ class Loading:
 
     Attributes:
       dtype, compute_dtype, remat, mesh, stacked: as in `load`.
-      arranged: whether arrays are arranged for a CPU to generate with (`generation.arrange`).
+      arranged: whether arrays are arranged for a CPU to generate with (`generation.arrange`), and layers that are alike
+        joined (`generation.alike_layers`).
     """
 
     dtype: str | None = None
@@ -148,6 +149,7 @@ class Model:
             )
             if loading.arranged:
                 arrange(self._decoder)
+                join_for_loop(self._decoder)
             if loading.dtype is not None:
                 self._decoder.config = dataclasses.replace(self._decoder.config, dtype=loading.dtype)
             # From here on the decoder is the model: it may be changed.

@@ -199,7 +199,7 @@ class KernelBank(ExpertBank):
         (True, 6144)
 
     While a model generates, the experts of all its layers may lie in the arrays of a bank
-    (`arrangements.of_all_layers`): the leaf `first` then says which is the first of the layer.
+    (`arrangements`): the leaf `places`, int32[E], then says which of these are the layer's own.
 
     Whole kernels are `gate`, `up` [E, d, f] and `down` [E, f, d], in the form that NF4 and LoRA give them. Otherwise
     the leaves of the experts' own parts lie below `delta`, and `base` holds kernels [in, out] unless the config has no
@@ -210,7 +210,7 @@ class KernelBank(ExpertBank):
     synthesised product, and forgotten.
     """
 
-    first: nnx.Variable | None = None
+    places: nnx.Variable | None = None
 
     def __init__(
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
@@ -237,18 +237,20 @@ class KernelBank(ExpertBank):
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         own = {name: Kernels(self._form(name), matrix, self.arrays_of(name)) for name, matrix in self.matrices.items()}
         experts, strategy = FFNs(own, self.stacked_biases(), self.expert.activation), self._strategy_for(x, routing)
-        if self.first is not None:
+        if self.places is not None:
             routing, experts = self._among_all(routing, experts, strategy)
         return self._applied(x, routing, experts, strategy, key)
 
     def _among_all(self, routing: Routing, experts: FFNs, strategy: str) -> tuple[Routing, FFNs]:
         """Takes the experts of this layer to be among those of all layers; side by side, those of all would be used."""
-        assert self.first is not None
-        first = self.first[...]
+        assert self.places is not None
+        places = self.places[...]
         if strategy != "factored-side-by-side":
             is_one = (routing.experts >= 0) & (routing.experts < self.num_experts)
-            return routing._replace(experts=jnp.where(is_one, routing.experts + first, NO_EXPERT)), experts
-        own = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=self.num_experts)
+            chosen = jnp.take(places, routing.experts, mode="clip").astype(routing.experts.dtype)
+            return routing._replace(experts=jnp.where(is_one, chosen, NO_EXPERT)), experts
+        # Experts that can be side by side are so in every layer, with consecutive places.
+        own = partial(lax.dynamic_slice_in_dim, start_index=places[0], slice_size=self.num_experts)
         arrays = {
             name: {path: own(array) for path, array in kernel.arrays.items()}
             for name, kernel in experts.kernels.items()

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.devices import part_here
+from moe_jax.experts.forms.coding import ByExpert
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.protocol import KernelForm
@@ -114,6 +115,9 @@ class FFNs(NamedTuple):
     @property
     def num_experts(self) -> int:
         """The number of experts in the arrays."""
+        form = self.kernels["up"].form
+        if isinstance(form, ByExpert):
+            return form.num_experts
         return next(array for name, array in self.kernels["up"].arrays.items() if not is_of_base(name)).shape[0]
 
     def with_arrays(self, arrays: Mapping[str, dict[str, Array]], biases: Mapping[str, Array]) -> "FFNs":

@@ -33,9 +33,10 @@ class Leaves(nnx.Module):
           arrays: by path.
           is_trained: `is_trained(path, array)` says whether the variable is an `nnx.Param` or `Fixed`.
         """
-        self._add({path: (nnx.Param if is_trained(path, array) else Fixed)(array) for path, array in arrays.items()})
+        self.add({path: (nnx.Param if is_trained(path, array) else Fixed)(array) for path, array in arrays.items()})
 
-    def _add(self, variables: Mapping[str, nnx.Variable]) -> None:
+    def add(self, variables: Mapping[str, nnx.Variable]) -> None:
+        """Gives it more variables, by path."""
         for path, variable in variables.items():
             name, slash, rest = path.partition("/")
             if not slash:
@@ -43,7 +44,7 @@ class Leaves(nnx.Module):
                 continue
             if not hasattr(self, name):
                 setattr(self, name, Leaves({}))
-            getattr(self, name)._add({rest: variable})
+            getattr(self, name).add({rest: variable})
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by path."""

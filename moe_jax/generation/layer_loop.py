@@ -4,7 +4,7 @@ A loop is one program for all layers: it compiles in a fraction of the time, and
 every turn it takes a layer's arrays out of the stack, and copies those that an operation wants whole, such as kernels.
 Of codes, and of the bits of bfloat16, a CPU reads what a token is multiplied with where it lies, in a loop or not
 (`functional.few_rows`), and caches go through the loop whole (`nn.block_stack`). So a model all of whose kernels are
-codes or bits is as fast in a loop.
+codes or bits is as fast in a loop, and layers that have other codes than others can go in one too (`alike_layers`).
 """
 
 import jax
@@ -14,6 +14,7 @@ from flax import nnx
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.experts.arrangements.of_all_layers import join_experts
 from moe_jax.experts.devices import current_chip
+from moe_jax.generation.alike_layers import alike_segments, join_alike_layers
 from moe_jax.nn import Decoder, is_stacked, unstacked
 
 _MOST_COPIED = 1 / 64
@@ -23,8 +24,9 @@ _CODES = (jnp.uint8, jnp.uint16)
 
 def loops(model: Decoder) -> bool:
     """Whether a model, stacked or not, on one device, generates in a loop over its layers; its shapes are enough."""
-    on_cpu = current_chip().platform == "cpu"
-    return on_cpu and is_stacked(model) and not model.config.has_encoder and _is_codes(model)
+    if current_chip().platform != "cpu" or model.config.has_encoder or not _is_codes(model):
+        return False
+    return is_stacked(model) or alike_segments(model.config) is not None
 
 
 def for_rows(model: Decoder) -> Decoder:
@@ -38,8 +40,15 @@ def for_rows(model: Decoder) -> Decoder:
     if not loops(model) or mesh_of(nnx.state(model)) is not None:
         return unstacked(model)
     copy = nnx.merge(*nnx.split(model))
+    join_for_loop(copy)
     join_experts(copy)
     return copy
+
+
+def join_for_loop(model: Decoder) -> None:
+    """Changes in place a model on one device: if it is looped over, layers that are alike are joined for that."""
+    if loops(model):
+        join_alike_layers(model)
 
 
 def _is_codes(model: Decoder) -> bool:

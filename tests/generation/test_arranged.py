@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_model(name, strategy):
     assert forms(arranged(abstract_model(decoder.config))) == forms(given)
     assert_close(logits_of(given, TOKENS), expected, 1e-4)
     join_experts(given)
-    assert banks(given)[0].first is not None
+    assert banks(given)[0].places is not None
     assert_close(logits_of(given, TOKENS), expected, 1e-4)
     assert forms(decoder) == before
     assert_close(logits_of(decoder, TOKENS), expected, 0)

@@ -1,0 +1,289 @@
+"""Joins modules of layers that differ only in the forms of their kernels, so that one loop goes over all of them.
+
+Compression chooses for every layer in how many bits its kernels are stored. Layers of different forms are different
+programs: those of a model of 30 layers take half a minute to compile, once to read a prompt and once to go on. Here a
+linear map has the kernels of all layers, in an array for each form, and a turn of the loop takes its own
+(`LinearOfForms`); a bank has the experts of all layers, and a layer knows the places of its own.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from moe_jax.experts.bank import KernelBank
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.forms.coding import CodedJointly, own_of
+from moe_jax.experts.forms.low_rank import LowRank
+from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.forms.several_forms import SeveralForms
+from moe_jax.experts.linear import BIAS, Fixed, Leaves, Linear, OfAllLayers
+from moe_jax.experts.shapes import shapes_of
+from moe_jax.functional.dense import Product, linear
+
+MOST_FORMS = 8
+"""Most forms of the kernels of a map, or of experts: each is a program of its own, and takes time even for no rows."""
+
+_M = TypeVar("_M", bound=nnx.Module)
+
+
+def stand_in(config: BankConfig) -> BankConfig:
+    """Returns a config that is the same for all banks that can be joined; another config as it is.
+
+    It says whether there is a base, and has a form that none of the banks need have.
+    """
+    form = config.form
+    if not isinstance(form, KernelForm) or isinstance(form, CodedJointly) or not (form.over_base and form.adds_to_base):
+        return config
+    return config if form.shared_leaves or form.common_leaves else BankConfig(LowRank(rank=1), base=config.base)
+
+
+def can_join(modules: Sequence[nnx.Module]) -> bool:
+    """Whether `join_layers` takes these modules: no map, and no experts, have more than `MOST_FORMS` forms."""
+    return _joins(modules) is not None
+
+
+def join_layers(modules: Sequence[_M]) -> _M:
+    """Returns one module with the parameters [L, ...] of modules of several layers, each [1, ...], which are used up.
+
+    They differ only in the forms of linear maps, and of banks that have the same `stand_in`, and `can_join`.
+
+    Args:
+      modules: of the layers, in their order. Their arrays are on one device, or only shapes.
+    """
+    if len(modules) == 1:
+        return modules[0]
+    joins = _joins(modules)
+    assert joins is not None, "too many forms"
+    joined = {path: join() for path, join in joins.items()}
+    for module in modules:
+        for path in joined:
+            delattr(_at(module, path[:-1]), path[-1])
+    graphdefs, states = zip(*map(nnx.split, modules), strict=True)
+    assert all(graphdef == graphdefs[0] for graphdef in graphdefs), "layers differ in more than the forms of kernels"
+    leaves, trees = zip(*map(jax.tree.flatten, states), strict=True)
+    for module in modules:
+        for leaf in _variables(module).values():
+            leaf.set_raw_value(None)
+    del states
+    together = map(_concatenated, zip(*leaves, strict=True))
+    whole = nnx.merge(graphdefs[0], jax.tree.unflatten(trees[0], together))
+    for path, module in joined.items():
+        setattr(_at(whole, path[:-1]), path[-1], module)
+    return whole
+
+
+class LinearOfForms(Linear):
+    """A linear map of several layers, whose kernels have different forms; in a loop over them it is one layer's.
+
+    Attributes:
+      forms: of the kernels.
+      kernels: for each form, the arrays of the kernels that have it.
+      which, place: of every layer, the form, and the place among the kernels that have it; int32.
+    """
+
+    which: nnx.Variable
+    place: nnx.Variable
+
+    def __init__(self, maps: Sequence[Linear]):
+        """Takes the arrays [1, ...] of maps of one shape, and of their biases, which all or none of them have."""
+        first, parts = maps[0], _Parts.of(map(_kind_of_map, maps))
+        self.form, self.matrix, self.has_bias = first.form, first.matrix, first.has_bias
+        self.forms = tuple(maps[own[0]].form for own in parts.members)
+        self.which, self.place = Fixed(jnp.asarray(parts.which)), Fixed(jnp.asarray(parts.place))
+        leaves = [_variables(one) for one in maps]
+        if first.has_bias:
+            self.bias = nnx.Param(_concatenated([_taken(own.pop(BIAS)) for own in leaves]))
+        self.kernels = nnx.List([_of_all_layers([leaves[layer] for layer in own]) for own in parts.members])
+
+    def __call__(
+        self, x: Float[Array, "... i"], key: Array | None = None, more: Product | None = None
+    ) -> Float[Array, "... o"]:
+        y = self._with_own(lambda form, arrays: form.apply(x, arrays, self.matrix, key))
+        y = y if more is None else y + linear(*more)
+        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1))) if self.has_bias else y
+
+    def materialise(self) -> Float[Array, "i o"]:
+        return self._with_own(lambda form, arrays: form.materialise(None, arrays, self.matrix).astype(jnp.float32))
+
+    def operand(self) -> Float[Array, "i o"]:
+        return self.materialise()
+
+    def _with_own(self, function: Callable[[KernelForm, dict[str, Array]], Array]) -> Array:
+        """Returns what a function makes of the kernel of this layer, given its form and its arrays."""
+        place = self.place[...]
+
+        def branch(form: KernelForm, kernels: Leaves) -> Array:
+            arrays = kernels.arrays().items()
+            return function(form, {path: lax.dynamic_index_in_dim(own, place, keepdims=False) for path, own in arrays})
+
+        branches = [functools.partial(branch, *own) for own in zip(self.forms, self.kernels, strict=True)]
+        return lax.switch(self.which[...], branches)
+
+
+# ---- which modules differ, and what joins them ----------------------------------------------------------------------
+
+_Path = tuple[str, ...]
+
+
+def _joins(modules: Sequence[nnx.Module]) -> dict[_Path, Callable[[], nnx.Module]] | None:
+    """Returns what joins those below some modules that differ, by their paths; None if one has too many forms."""
+    joins: dict[_Path, Callable[[], nnx.Module]] = {}
+    below = {tuple(map(str, path)): module for path, module in nnx.iter_modules(modules[0])}
+    for path in sorted(below, key=len):
+        if any(path[: len(above)] == above for above in joins):
+            continue
+        own: Any = [_at(module, path) for module in modules]
+        forms: set[Hashable] = set()
+        if isinstance(below[path], KernelBank) and any(bank.config != own[0].config for bank in own):
+            if own[0].config.has_base and _joins([bank.base for bank in own]) is None:
+                return None
+            joins[path] = functools.partial(_joined_bank, own)
+            forms = {expert.kind for bank in own for expert in _experts(bank)}
+        elif type(below[path]) is Linear and len(forms := set(map(_kind_of_map, own))) > 1:
+            joins[path] = functools.partial(LinearOfForms, own)
+        if len(forms) > MOST_FORMS:
+            return None
+    return joins
+
+
+def _joined_bank(banks: Sequence[KernelBank]) -> KernelBank:
+    """Returns the bank of the experts of all layers, those of a form together, with the `places` of a layer's own."""
+    first, experts = banks[0], [expert for bank in banks for expert in _experts(bank)]
+    parts = _Parts.of(expert.kind for expert in experts)
+    forms, counts = [experts[own[0]].form for own in parts.members], [len(own) for own in parts.members]
+    form = SeveralForms(forms=tuple(forms), counts=tuple(counts)) if len(forms) > 1 else forms[0]
+    config = BankConfig(form, base=first.config.base, train_base=first.config.train_base)
+    options = config, first.expert, first.num_experts, first.matrices["up"].shape[0]
+    bank = shapes_of(lambda rngs: KernelBank(*options, rngs=rngs, dtype=jnp.dtype(jnp.float32)))
+    bank.strategy, bank.exchange = first.strategy, first.exchange
+    if config.has_base:
+        bank.base = join_layers([one.base for one in banks])
+    places = np.cumsum([0, *counts[:-1]])[parts.which] + parts.place
+    bank.places = Fixed(jnp.asarray(places.reshape(len(banks), -1), jnp.int32))
+    _give_experts(bank, [[experts[number] for number in own] for own in parts.members])
+    return bank
+
+
+def _give_experts(bank: KernelBank, parts: Sequence[Sequence["_Expert"]]) -> None:
+    """Gives a bank the arrays of experts, part by part, which the modules that had them lose."""
+    bank.delta = Leaves({})
+    biases: dict[str, list[Any]] = {}
+    for number, experts in enumerate(parts):
+        folder = SeveralForms.folder(number) if len(parts) > 1 else ""
+        for path in experts[0].arrays:
+            name, leaf = path.split("/", 1)
+            array = _stacked([expert.arrays[path] for expert in experts])
+            if leaf == BIAS:
+                biases.setdefault(name, []).append(array)
+            else:
+                bank.delta.add({f"{name}/{folder}{leaf}": OfAllLayers(array)})
+    for name, arrays in biases.items():
+        getattr(bank, name).add({BIAS: OfAllLayers(_concatenated(arrays))})
+    for expert in (expert for experts in parts for expert in experts):
+        for variable, _ in expert.arrays.values():
+            variable.set_raw_value(None)
+
+
+class _Expert(NamedTuple):
+    """An expert of a layer: its form, and its arrays by matrix and path, each a variable [1, E, ...] and a place."""
+
+    form: KernelForm
+    arrays: dict[str, tuple[nnx.Variable, int]]
+
+    @property
+    def kind(self) -> Hashable:
+        return self.form, *((path, *_kind(leaf, 2)) for path, (leaf, _) in sorted(self.arrays.items()))
+
+
+def _experts(bank: KernelBank) -> list[_Expert]:
+    """Returns the experts of a bank; the paths of their arrays are without the folders of mixed ones."""
+    assert isinstance(bank.config.form, KernelForm)
+    found = []
+    for number in range(bank.num_experts):
+        own = own_of(bank.config.form, number)
+        leaves = {path.removeprefix("delta/"): leaf for path, leaf in bank.own_leaves(number).items()}
+        found.append(_Expert(own.form, {path.replace(f"/{own.folder}", "/", 1): leaf for path, leaf in leaves.items()}))
+    return found
+
+
+class _Parts(NamedTuple):
+    """Things of several kinds, in parts of one kind.
+
+    Attributes:
+      members: the numbers of the things in every part.
+      which, place: of every thing, its part, and its place there; int32.
+    """
+
+    members: list[list[int]]
+    which: np.ndarray
+    place: np.ndarray
+
+    @classmethod
+    def of(cls, kinds: Iterable[Hashable]) -> "_Parts":
+        members: dict[Hashable, list[int]] = {}
+        places = []
+        for number, kind in enumerate(kinds):
+            members.setdefault(kind, []).append(number)
+            places.append((kind, len(members[kind]) - 1))
+        parts = list(members)
+        which = [parts.index(kind) for kind, _ in places]
+        return cls([*members.values()], np.asarray(which, np.int32), np.asarray([n for _, n in places], np.int32))
+
+
+def _kind_of_map(module: Linear) -> Hashable:
+    return module.form, *((path, *_kind(leaf, 1)) for path, leaf in sorted(_variables(module).items()))
+
+
+def _kind(leaf: nnx.Variable, axes: int) -> tuple[Hashable, ...]:
+    """Returns the shape of a leaf without its first axes, and its dtype."""
+    value = leaf.get_value()
+    return (*value.shape[axes:], str(value.dtype))
+
+
+def _variables(module: nnx.Module) -> dict[str, nnx.Variable]:
+    leaves = nnx.iter_graph(module)
+    return {"/".join(map(str, path)): leaf for path, leaf in leaves if isinstance(leaf, nnx.Variable)}
+
+
+def _at(module: Any, path: Sequence[str]) -> Any:
+    return functools.reduce(getattr, path, module)
+
+
+# ---- arrays, or shapes -----------------------------------------------------------------------------------------------
+
+
+def _taken(variable: nnx.Variable) -> Any:
+    """Returns the array of a variable, which then holds none."""
+    array = variable.get_value()
+    variable.set_raw_value(None)
+    return array
+
+
+def _of_all_layers(maps: Sequence[dict[str, nnx.Variable]]) -> Leaves:
+    leaves = Leaves({})
+    leaves.add({path: OfAllLayers(_concatenated([_taken(one[path]) for one in maps])) for path in maps[0]})
+    return leaves
+
+
+def _concatenated(arrays: Sequence[Any]) -> Any:
+    """Returns arrays along their first axis, copied by NumPy, as it takes nothing to compile."""
+    first = arrays[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((sum(array.shape[0] for array in arrays), *first.shape[1:]), first.dtype)
+    return jax.device_put(np.concatenate([np.asarray(array) for array in arrays]), may_alias=True)
+
+
+def _stacked(leaves: Sequence[tuple[nnx.Variable, int]]) -> Any:
+    """Returns those at the places of experts in leaves [1, E, ...], stacked."""
+    values = [(leaf.get_value(), place) for leaf, place in leaves]
+    first = values[0][0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(values), *first.shape[2:]), first.dtype)
+    return jax.device_put(np.stack([np.asarray(value)[0, place] for value, place in values]), may_alias=True)

@@ -1,0 +1,59 @@
+"""Layers that differ only in how their kernels are stored, as repeats of one, for a loop over them."""
+
+import dataclasses
+from typing import Any
+
+from flax import nnx
+
+from moe_jax.experts.arrangements.unlike_layers import can_join, join_layers, stand_in
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.segments import Segment, segments_of
+from moe_jax.nn import Decoder, MoE, unstacked
+from moe_jax.nn.block_stack import BlockStack
+
+
+def alike_segments(config: ModelConfig) -> tuple[Segment, ...] | None:
+    """Returns the segments that the layers have when only their kernels differ; None: the model has no fewer."""
+    if config.has_encoder:
+        return None
+    segments = segments_of(tuple(map(_without_codes, config.layers)))
+    return segments if len(segments) < len(segments_of(config.layers)) else None
+
+
+def join_alike_layers(model: Decoder) -> bool:
+    """Changes in place a model on one device: its layers that are alike are stacked, whatever their kernels' forms.
+
+    The config of its layers says from then on what they have in common.
+
+    Returns:
+      Whether it was done: not if there are no such layers, or kernels with too many forms.
+    """
+    segments = alike_segments(model.config)
+    if segments is None:
+        return False
+    blocks: list[Any] = [block for single in unstacked(model).stack.segments for block in single.blocks]
+    every = [
+        [blocks[segment.layer(repeat, place)] for repeat in range(segment.repeats)]
+        for segment in segments
+        for place in range(len(segment.pattern))
+    ]
+    if not all(map(can_join, every)):
+        return False
+    layers = [layer for segment in segments for layer in segment.pattern * segment.repeats]
+    for block, layer in zip(blocks, layers, strict=True):
+        if isinstance(getattr(block, "mlp", None), MoE):
+            block.mlp.config = layer.mlp
+    joined = map(join_layers, every)
+    model.stack.segments = nnx.List(
+        [BlockStack(start, repeats, [next(joined) for _ in pattern]) for start, pattern, repeats in segments]
+    )
+    for part in (model, model.stack):
+        part.config = dataclasses.replace(part.config, layers=tuple(layers))
+    return True
+
+
+def _without_codes(layer: LayerConfig) -> LayerConfig:
+    mlp = layer.mlp
+    if isinstance(mlp, MoEConfig):
+        mlp = dataclasses.replace(mlp, bank=stand_in(mlp.bank))
+    return dataclasses.replace(layer, codes=(), mlp=mlp)

@@ -1,0 +1,155 @@
+"""Layers that differ only in the forms of their kernels are one segment, and give the tokens that they gave apart."""
+
+import dataclasses
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.api.model import Loading
+from moe_jax.distributed.sharding import path_name
+from moe_jax.experts.arrangements import unlike_layers
+from moe_jax.experts.bank_config import BankConfig, BaseCodes
+from moe_jax.experts.forms import Quantized
+from moe_jax.generation import layer_loop
+from moe_jax.generation.alike_layers import alike_segments, join_alike_layers
+from moe_jax.generation.arrange import arranged
+from moe_jax.generation.layer_loop import loops
+from moe_jax.generation.spec import GenerateSpec
+from moe_jax.generation.texts import stream
+from moe_jax.model_io.loading import abstract_model
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, LinearCodes, ModelConfig, MoEConfig
+from moe_jax.nn import Decoder, init_cache
+from tests.support.numerics import assert_close, logits_of, made_at_once
+
+TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+Q, OTHERS = "attention/q", ("attention/k", "attention/v", "attention/o")
+OF_ATTENTION = (
+    (LinearCodes(paths=(Q, *OTHERS), bits=4),),
+    (LinearCodes(paths=(Q,), bits=3, table=True), LinearCodes(paths=OTHERS, bits=8)),
+    (LinearCodes(paths=OTHERS, bits=4, group_size=32),),  # the map of queries stays whole
+)
+CODES = BaseCodes(code="4")
+PARTS = (Quantized(bits=2), Quantized(bits=4))
+OVER_BASES = (
+    BankConfig(kind="low-rank", rank=2, base_codes=CODES),
+    BankConfig(kind="low-rank", rank=3, base_codes=BaseCodes(code="8", gate_bits=4)),
+    BankConfig(kind="quantized", bits=2, base_codes=CODES),
+)
+WITHOUT_BASE = (
+    BankConfig(kind="quantized", bits=4, base="none"),
+    BankConfig(kind="mixed", parts=PARTS, part_of=(1, 0, 1), base="none"),
+    BankConfig(kind="mixed", parts=PARTS, part_of=(0, 1, 1), base="none"),
+)
+ALIKE = (WITHOUT_BASE[0],) * 3
+
+
+def model(banks, *, bias=False, dense_between=False) -> Decoder:
+    """A decoder whose every number is drawn, codes too."""
+    expert = FFNConfig(dim=128, bias=bias)
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32)
+    layers = []
+    for codes, bank in zip(OF_ATTENTION, banks):  # noqa: B905  (some tests have fewer layers)
+        moe = MoEConfig(expert=expert, num_experts=3, top_k=2, bank=bank)
+        layers.append(LayerConfig(attention=attention, mlp=moe, codes=codes))
+        if dense_between:
+            own = (LinearCodes(paths=("mlp/up", "mlp/down"), bits=codes[0].bits), *codes)
+            layers.append(LayerConfig(attention=attention, mlp=FFNConfig(dim=128), codes=own))
+    config = ModelConfig(
+        family="llama", vocab_size=64, d_model=128, max_positions=64, layers=tuple(layers), dtype="bfloat16"
+    )
+    graphdef, state = nnx.split(made_at_once(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+
+    def drawn(path, leaf):
+        if leaf.dtype == jnp.uint8:
+            return jnp.asarray(rng.integers(0, 256, leaf.shape), leaf.dtype)
+        is_scale = path_name(path).endswith("scales")
+        numbers = rng.uniform(0.01, 0.02, leaf.shape) if is_scale else 0.1 * rng.standard_normal(leaf.shape)
+        return jnp.asarray(numbers, leaf.dtype)
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(drawn, state))
+
+
+@pytest.mark.parametrize(
+    ("banks", "options"), [(OVER_BASES, {}), (WITHOUT_BASE, {"bias": True, "dense_between": True})], ids=str
+)
+def test_joined_layers_give_the_same(banks, options):
+    decoder = arranged(model(banks, **options))
+    joined = nnx.clone(decoder)
+    assert join_alike_layers(joined)
+    assert len(joined.stack.segments) == 1 and len(decoder.stack.segments) == len(decoder.config.layers)
+    assert_close(logits_of(joined, TOKENS), logits_of(decoder, TOKENS))
+
+
+def test_they_generate_the_same_in_a_loop(monkeypatch):
+    decoder = model(OVER_BASES[1:])
+
+    def tokens() -> np.ndarray:
+        return np.stack(list(stream(decoder, [[3, 4, 5, 6, 7]], GenerateSpec(max_new_tokens=24))))
+
+    assert loops(arranged(decoder))
+    looped = tokens()
+    monkeypatch.setattr(layer_loop, "loops", lambda model: False)
+    np.testing.assert_array_equal(looped, tokens())
+
+
+def test_caches_are_those_of_the_joined_layers():
+    decoder = arranged(model(ALIKE))
+    assert join_alike_layers(decoder)
+    caches = init_cache(decoder.config, 2, 16, jnp.dtype(jnp.float32))
+    out = jax.eval_shape(lambda: decoder(TOKENS, caches=caches))
+    jax.tree.map(lambda before, after: np.testing.assert_equal(before.shape, after.shape), caches, out.caches)
+
+
+def test_what_is_loaded_to_generate_is_joined(tmp_path):
+    source = moe_jax.load(moe_jax.save(moe_jax.Model(model(WITHOUT_BASE)), tmp_path / "model")).source
+    given = moe_jax.Model.of_source(source, Loading.for_generation(source)).decoder
+    assert len(given.stack.segments) == 1
+
+
+def test_nothing_is_kept_twice():
+    decoder = arranged(model(WITHOUT_BASE))
+    gc.collect()  # the model that it was made of
+
+    def in_memory() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before, whole = in_memory(), sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(decoder)))
+    assert join_alike_layers(decoder)
+    assert in_memory() - before < whole / 100
+
+
+def test_shapes_are_enough_to_join_them():
+    decoder = arranged(model(WITHOUT_BASE))
+    abstract = arranged(abstract_model(decoder.config))
+    assert join_alike_layers(abstract) and join_alike_layers(decoder)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.state(decoder)) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), nnx.state(abstract)
+    )
+
+
+def test_kernels_of_too_many_forms_are_left_as_they_are(monkeypatch):
+    monkeypatch.setattr(unlike_layers, "MOST_FORMS", 2)
+    decoder = arranged(model(ALIKE))
+    expected = logits_of(decoder, TOKENS)
+    assert not join_alike_layers(decoder)
+    np.testing.assert_array_equal(logits_of(decoder, TOKENS), expected)
+
+
+def test_layers_that_differ_otherwise_are_not_alike():
+    config = model(WITHOUT_BASE).config
+    assert alike_segments(config) is not None
+    layer = config.layers[0]
+    others = [
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, top_k=1)),
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=BankConfig())),
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=BankConfig(kind="quantized", bits=4))),
+        dataclasses.replace(layer, mlp=FFNConfig(dim=128)),
+    ]
+    for other in others:
+        assert alike_segments(dataclasses.replace(config, layers=(layer, other))) is None
