@@ -24,6 +24,7 @@ from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.distributed.sharding import make_mesh, mesh_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
+from moe_jax.generation.alike_layers import join_alike_layers
 from moe_jax.generation.arrange import arrange, arranged
 from moe_jax.generation.layer_loop import join_for_loop, loops
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
@@ -45,6 +46,7 @@ class Loading:
       dtype, compute_dtype, remat, mesh, stacked: as in `load`.
       arranged: whether arrays are arranged for a CPU to generate with (`generation.arrange`), and layers that are alike
         joined (`generation.alike_layers`).
+      joined: whether such layers are joined on one CPU, and nothing else is done, for a model that only scores.
     """
 
     dtype: str | None = None
@@ -53,6 +55,7 @@ class Loading:
     mesh: Mesh | None = None
     stacked: bool = True
     arranged: bool = False
+    joined: bool = False
 
     @classmethod
     def for_generation(
@@ -150,6 +153,8 @@ class Model:
             if loading.arranged:
                 arrange(self._decoder)
                 join_for_loop(self._decoder)
+            elif loading.joined:
+                join_alike_layers(self._decoder)
             if loading.dtype is not None:
                 self._decoder.config = dataclasses.replace(self._decoder.config, dtype=loading.dtype)
             # From here on the decoder is the model: it may be changed.

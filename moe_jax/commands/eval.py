@@ -205,7 +205,9 @@ def run(options: Options) -> None:
     mesh = make_mesh({"fsdp" if options.split else "data": -1}, devices)
     source = options.open()
     dtype = None if options.tasks is None else dtype_for_generation(source, options.compute_dtype, mesh)
-    model = Model.of_source(source, Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh))
+    # What answers tasks generates too, and is joined for that where it needs it.
+    loading = Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh, joined=options.tasks is None)
+    model = Model.of_source(source, loading)
     if options.tokenizer is not None:
         model.tokenizer_files = (as_path(_tokenizer_file(options.tokenizer)),)
     if known is not None:

@@ -5,7 +5,9 @@ from typing import Any
 
 from flax import nnx
 
+from moe_jax.distributed.sharding import mesh_of
 from moe_jax.experts.arrangements.unlike_layers import can_join, join_layers, stand_in
+from moe_jax.experts.devices import current_chip
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn import Decoder, MoE, unstacked
@@ -21,15 +23,15 @@ def alike_segments(config: ModelConfig) -> tuple[Segment, ...] | None:
 
 
 def join_alike_layers(model: Decoder) -> bool:
-    """Changes in place a model on one device: its layers that are alike are stacked, whatever their kernels' forms.
+    """Changes in place a model on one CPU: its layers that are alike are stacked, whatever their kernels' forms.
 
     The config of its layers says from then on what they have in common.
 
     Returns:
-      Whether it was done: not if there are no such layers, or kernels with too many forms.
+      Whether it was done: not on other devices, or if there are no such layers, or kernels with too many forms.
     """
-    segments = alike_segments(model.config)
-    if segments is None:
+    segments, mesh = alike_segments(model.config), mesh_of(nnx.state(model))
+    if segments is None or current_chip().platform != "cpu" or (mesh is not None and mesh.size > 1):
         return False
     blocks: list[Any] = [block for single in unstacked(model).stack.segments for block in single.blocks]
     every = [

@@ -11,7 +11,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.api.model import Loading
-from moe_jax.distributed.sharding import path_name
+from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.experts.arrangements import unlike_layers
 from moe_jax.experts.bank_config import BankConfig, BaseCodes
 from moe_jax.experts.forms import Quantized
@@ -106,10 +106,15 @@ def test_caches_are_those_of_the_joined_layers():
     jax.tree.map(lambda before, after: np.testing.assert_equal(before.shape, after.shape), caches, out.caches)
 
 
-def test_what_is_loaded_to_generate_is_joined(tmp_path):
+def test_what_is_loaded_to_generate_or_to_score_is_joined(tmp_path):
     source = moe_jax.load(moe_jax.save(moe_jax.Model(model(WITHOUT_BASE)), tmp_path / "model")).source
-    given = moe_jax.Model.of_source(source, Loading.for_generation(source)).decoder
-    assert len(given.stack.segments) == 1
+
+    def segments(loading: Loading) -> int:
+        return len(moe_jax.Model.of_source(source, loading).decoder.stack.segments)
+
+    one, two = (make_mesh({"data": number}, jax.devices()[:number]) for number in (1, 2))
+    assert segments(Loading.for_generation(source)) == segments(Loading(joined=True, mesh=one)) == 1
+    assert segments(Loading()) == segments(Loading(joined=True, mesh=two)) == 3
 
 
 def test_nothing_is_kept_twice():
