@@ -4,14 +4,16 @@
 
 MODEL is a dense language model with a chat template, such as the GGUF file of SmolLM2-135M-Instruct that `make demo`
 fetches. The demo runs in FOLDER, by default a temporary one, in a process of its own, as a user starts it: nothing that
-was compiled before is found. FOLDER of a demo that is finished, which this code made, is taken as it is. OUT receives
-`demo.json`. With TOWER, an image encoder such as the one that `make demo-vision` fetches, it is the demo of a model
-that sees, and `demo_vision.json`.
+was compiled before is found. FOLDER of a demo that is finished, which this code made, is taken as it is. Then its
+models are asked a question each, by `moe-jax generate`, twice: first with nothing compiled. OUT receives `demo.json`.
+With TOWER, an image encoder such as the one that `make demo-vision` fetches, it is the demo of a model that sees, and
+`demo_vision.json`.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from evidence.layouts import DEMO_MODELS, DEMO_STEPS, DEMO_VISION_MODELS
+from evidence.layouts import DEMO_MODELS, DEMO_STEPS, DEMO_VISION_MODELS, DEMO_WAITS
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
 from moe_jax.demo.comparison import RESULTS as DEMO_RESULTS
@@ -28,6 +30,10 @@ from moe_jax.demo.comparison import read_results
 
 IN_ALL = "in all"
 """The last row of steps."""
+ASKED = {"dense, as it came": "dense", "upcycled and tuned": "run/model", "4 bits": "4-bit", "whole model": "whole"}
+"""The models that are asked, and their folders below that of the demo."""
+QUESTION = ("--prompt", "Why is the sky blue? Answer in one sentence.", "--chat", "--max-new-tokens", "32")
+_SPEED = re.compile(r"(\d+) tokens in ([0-9.]+) s: the first after ([0-9.]+) s, ([0-9.]+) a second once compiled")
 
 
 def main() -> None:
@@ -48,23 +54,42 @@ def main() -> None:
             run_demo(options.model, options.tower, work, Path(name) / "cache")
         if options.tower is None:
             put(figures, read_results(work))
+            figures.put_rows(DEMO_WAITS.name, waits(work, Path(name)))
         else:
             put_seeing(figures, json.loads((work / DEMO_RESULTS).read_text("utf-8")))
     models = DEMO_MODELS if options.tower is None else DEMO_VISION_MODELS
-    print(models.text(figures), DEMO_STEPS.text(figures), sep="\n\n")
+    tables = [models, DEMO_STEPS, *([DEMO_WAITS] if options.tower is None else [])]
+    print("\n\n".join(table.text(figures) for table in tables))
 
 
 def run_demo(model: Path, tower: Path | None, work: Path, cache: Path) -> None:
     """Runs the demo as a user would; `cache` is an empty folder, in which it finds nothing that was compiled."""
-    words = [sys.executable, "-m", "moe_jax.commands.cli", "demo", "--model", str(model), "--dir", str(work)]
-    if tower is not None:
-        words += ["--tower", str(tower)]
-    if work.exists():
-        words.append("--resume")
+    words = ["demo", "--model", model, "--dir", work, *([] if tower is None else ["--tower", tower])]
+    if _command(*words, *(["--resume"] if work.exists() else []), cache=cache).returncode:
+        raise SystemExit("the demo failed, for the reason above")
+
+
+def waits(work: Path, caches: Path) -> list[list[Any]]:
+    """Returns how long each model of a demo was waited for; in `caches` are folders that are empty at first."""
+    rows = []
+    for number, (name, folder) in enumerate(ASKED.items()):
+        cache, starts = caches / f"cache-{number}", []
+        for _ in range(2):
+            told = _command("generate", work / folder, *QUESTION, cache=cache, stderr=subprocess.PIPE, text=True).stderr
+            if (found := _SPEED.search(told)) is None:
+                raise SystemExit(f"{name} said: {told}")
+            tokens, seconds, first, speed = map(float, found.groups())
+            starts += [first, seconds]
+        rows.append([name, *starts, int(tokens), speed])
+    return rows
+
+
+def _command(*words: object, cache: Path, **options: Any) -> Any:
+    """Runs `moe-jax` in a process that keeps in `cache` what it compiles, and finds what is there."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("JAX_COMPILATION")}
     environment = kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
-    if subprocess.run(words, env=environment, check=False).returncode:
-        raise SystemExit("the demo failed, for the reason above")
+    command = [sys.executable, "-m", "moe_jax.commands.cli", *map(str, words)]
+    return subprocess.run(command, env=environment, check=False, **options)
 
 
 def put(figures: Figures, found: dict[str, Any]) -> None:

@@ -334,4 +334,14 @@ DEMO_VISION_MODELS = Table(
     ("model", "parameters", "MB", "of its experts, MB", "right answers", "questions", "tokens per second"),
     ("{}", "{:,}", "{:.1f}", "{:.1f}", "{}", "{}", "{:.0f}"),
 )
+DEMO_WAITS = Table(
+    "waits",
+    (
+        "model",
+        *("first token, s", "all tokens, s"),
+        *("first token of the second start, s", "all tokens of the second start, s"),
+        *("tokens", "tokens per second once compiled"),
+    ),
+    ("{}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{}", "{:.0f}"),
+)
 DEMO_STEPS = Table("steps", ("step", "seconds"), ("{}", "{:.0f}"))
