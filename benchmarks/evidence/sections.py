@@ -116,9 +116,10 @@ SECTIONS = (
     _program(
         "demo",
         "python benchmarks/demo.py MODEL",
-        ("moe_jax/demo", "moe_jax/compression", *_TRAINING),
+        ("moe_jax/demo", "moe_jax/compression", "moe_jax/generation", *_TRAINING),
         layouts.DEMO_MODELS,
         layouts.DEMO_STEPS,
+        layouts.DEMO_WAITS,
     ),
     _program(
         "demo_vision",
