@@ -141,11 +141,13 @@ def _joins(modules: Sequence[nnx.Module]) -> dict[_Path, Callable[[], nnx.Module
             continue
         own: Any = [_at(module, path) for module in modules]
         forms: set[Hashable] = set()
-        if isinstance(below[path], KernelBank) and any(bank.config != own[0].config for bank in own):
+        if isinstance(below[path], KernelBank):
+            forms = {expert.kind for bank in own for expert in _experts(bank)}
+            if len(forms) == 1 and all(bank.config == own[0].config for bank in own):
+                continue
             if own[0].config.has_base and _joins([bank.base for bank in own]) is None:
                 return None
             joins[path] = functools.partial(_joined_bank, own)
-            forms = {expert.kind for bank in own for expert in _experts(bank)}
         elif type(below[path]) is Linear and len(forms := set(map(_kind_of_map, own))) > 1:
             joins[path] = functools.partial(LinearOfForms, own)
         if len(forms) > MOST_FORMS:
@@ -192,25 +194,39 @@ def _give_experts(bank: KernelBank, parts: Sequence[Sequence["_Expert"]]) -> Non
 
 
 class _Expert(NamedTuple):
-    """An expert of a layer: its form, and its arrays by matrix and path, each a variable [1, E, ...] and a place."""
+    """An expert of a layer: its form; that with the shapes of its arrays; and these by matrix and path, each a variable
+    [1, E, ...] and a place in it."""
 
     form: KernelForm
+    kind: Hashable
     arrays: dict[str, tuple[nnx.Variable, int]]
-
-    @property
-    def kind(self) -> Hashable:
-        return self.form, *((path, *_kind(leaf, 2)) for path, (leaf, _) in sorted(self.arrays.items()))
 
 
 def _experts(bank: KernelBank) -> list[_Expert]:
     """Returns the experts of a bank; the paths of their arrays are without the folders of mixed ones."""
-    assert isinstance(bank.config.form, KernelForm)
+    form, leaves = bank.config.form, _variables(bank)
+    assert isinstance(form, KernelForm)
+    every = {path.removeprefix("delta/"): leaf for path, leaf in leaves.items() if not path.startswith("base/")}
+    in_folders: dict[str, tuple[Hashable, dict[str, nnx.Variable]]] = {}
     found = []
     for number in range(bank.num_experts):
-        own = own_of(bank.config.form, number)
-        leaves = {path.removeprefix("delta/"): leaf for path, leaf in bank.own_leaves(number).items()}
-        found.append(_Expert(own.form, {path.replace(f"/{own.folder}", "/", 1): leaf for path, leaf in leaves.items()}))
+        own = own_of(form, number)
+        if own.folder not in in_folders:
+            arrays = {
+                path.replace(f"/{own.folder}", "/", 1): leaf
+                for path, leaf in every.items()
+                if f"/{own.folder}" in path or _is_bias(path)
+            }
+            shapes = ((path, *_kind(leaf, 2)) for path, leaf in sorted(arrays.items()))
+            in_folders[own.folder] = (own.form, *shapes), arrays
+        kind, arrays = in_folders[own.folder]
+        places = {path: (leaf, number if _is_bias(path) else own.index) for path, leaf in arrays.items()}
+        found.append(_Expert(own.form, kind, places))
     return found
+
+
+def _is_bias(path: str) -> bool:
+    return path.endswith(f"/{BIAS}")
 
 
 class _Parts(NamedTuple):

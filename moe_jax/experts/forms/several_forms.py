@@ -122,10 +122,14 @@ class SeveralForms(ByExpert, Factored, NeverStored):
         return self._mean(lambda form: costs_of(form).making(matrices, platform))
 
     def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, Cost]:
-        """One way, `grouped`; what it takes is the most that a part would take if it had all experts."""
-        costs = (costs_of(form).delta_costs(matrices, load, platform) for form in self.forms)
-        grouped = [ways["grouped"] for ways in costs]
-        return {"grouped": max(grouped, key=lambda cost: cost.total)}
+        """The ways of any part but `side-by-side`; a part that has no such way is `grouped`.
+
+        What one takes is the most that it would take a part that had all experts.
+        """
+        costs = [costs_of(form).delta_costs(matrices, load, platform) for form in self.forms]
+        ways = dict.fromkeys(way for of_form in costs for way in of_form if way != "side-by-side")
+        each = {way: [of_form.get(way, of_form["grouped"]) for of_form in costs] for way in ways}
+        return {way: max(of_forms, key=lambda cost: cost.total) for way, of_forms in each.items()}
 
     def _mean(self, of_form: Callable[[KernelForm], float]) -> float:
         each = zip(self.forms, self.counts, strict=True)
