@@ -10,6 +10,8 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.api.model import Loading
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.shapes import AdapterConfig
 from moe_jax.generation import layer_loop
 from moe_jax.generation.arrange import arranged
 from moe_jax.generation.continued_rows import ask
@@ -70,7 +72,25 @@ def test_kernels_in_bfloat16_are_looped_over_as_bits(narrow, tmp_path):
     assert Loading.for_generation(source).stacked
 
 
-@pytest.mark.parametrize("name", ["coded", "narrow"])
+def with_adapters(rank: int) -> ModelConfig:
+    """The config of PESC experts after FFNs in NF4."""
+    bank = BankConfig(kind="adapter", adapter=AdapterConfig(rank=rank, activation="gelu"))
+    moe = MoEConfig(expert=FFNConfig(dim=256, nf4=True), num_experts=4, top_k=2, bank=bank)
+    layer = LayerConfig(attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, nf4=True), mlp=moe)
+    return ModelConfig(family="llama", vocab_size=64, d_model=128, max_positions=512, layers=(layer,) * 3)
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    graphdef, state = nnx.split(Decoder(with_adapters(8), rngs=nnx.Rngs(0)))
+    return moe_jax.Model(nnx.merge(graphdef, jax.tree.map(lambda a: a + 0.1 if a.ndim == 4 else a, state)))
+
+
+def test_few_adapters_beside_kernels_in_nf4_are_looped_over():
+    assert loops(abstract_model(with_adapters(8))) and not loops(abstract_model(with_adapters(128)))
+
+
+@pytest.mark.parametrize("name", ["coded", "narrow", "adapted"])
 def test_a_loop_gives_the_tokens_that_single_layers_give(name, request, monkeypatch):
     decoder = request.getfixturevalue(name).decoder
 
