@@ -45,7 +45,7 @@ def for_rows(model: Decoder) -> Decoder:
     if not loops(model) or mesh_of(nnx.state(model)) is not None:
         return unstacked(model)
     copy = nnx.merge(*nnx.split(model))
-    join_for_loop(copy)
+    join_alike_layers(copy)
     join_experts(copy)
     return copy
 

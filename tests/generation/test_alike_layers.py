@@ -14,12 +14,13 @@ import moe_jax
 from moe_jax.api.model import Loading
 from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.experts.arrangements import unlike_layers
+from moe_jax.experts.arrangements.unlike_layers import stand_in
 from moe_jax.experts.bank_config import BankConfig, BaseCodes
 from moe_jax.experts.forms import Quantized
 from moe_jax.generation import layer_loop
 from moe_jax.generation.alike_layers import alike_segments, join_alike_layers
 from moe_jax.generation.arrange import arranged
-from moe_jax.generation.layer_loop import loops
+from moe_jax.generation.layer_loop import for_rows
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import abstract_model
@@ -96,7 +97,7 @@ def test_they_generate_the_same_in_a_loop(monkeypatch):
     def tokens() -> np.ndarray:
         return np.stack(list(stream(decoder, [[3, 4, 5, 6, 7]], GenerateSpec(max_new_tokens=24))))
 
-    assert loops(arranged(decoder))
+    assert len(for_rows(arranged(decoder)).stack.segments) == 1
     looped = tokens()
     monkeypatch.setattr(layer_loop, "loops", lambda model: False)
     np.testing.assert_array_equal(looped, tokens())
@@ -155,6 +156,11 @@ def test_layers_that_differ_otherwise_are_not_alike():
     config = model(WITHOUT_BASE).config
     assert alike_segments(config) is not None
     layer = config.layers[0]
+    over_base, lacks_gate = (
+        OVER_BASES[0],
+        BankConfig(kind="low-rank", rank=2, base_codes=BaseCodes(code="4", gate_bits=0)),
+    )
+    assert stand_in(over_base) != stand_in(lacks_gate)
     others = [
         dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, top_k=1)),
         dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=BankConfig())),

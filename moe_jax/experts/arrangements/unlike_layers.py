@@ -41,7 +41,11 @@ def stand_in(config: BankConfig) -> BankConfig:
     form = config.form
     if not isinstance(form, KernelForm) or isinstance(form, CodedJointly) or not (form.over_base and form.adds_to_base):
         return config
-    return config if form.shared_leaves or form.common_leaves else BankConfig(LowRank(rank=1), base=config.base)
+    # A joined bank has a base of every matrix or of none.
+    lacks_bases = config.base_codes is not None and 0 in config.base_codes.own_bits.values()
+    if form.shared_leaves or form.common_leaves or lacks_bases:
+        return config
+    return BankConfig(LowRank(rank=1), base=config.base)
 
 
 def can_join(modules: Sequence[nnx.Module]) -> bool:
