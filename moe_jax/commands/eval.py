@@ -205,7 +205,7 @@ def run(options: Options) -> None:
     mesh = make_mesh({"fsdp" if options.split else "data": -1}, devices)
     source = options.open()
     dtype = None if options.tasks is None else dtype_for_generation(source, options.compute_dtype, mesh)
-    # What answers tasks generates too, and is joined for that where it needs it.
+    # A model that answers tasks may generate, and is arranged for that when it does.
     loading = Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh, joined=options.tasks is None)
     model = Model.of_source(source, loading)
     if options.tokenizer is not None:

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt16
 
 from moe_jax.experts.forms.kernel_of_codes import Coded
+from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.whole import Full, WithLoRA, whole_form
 from moe_jax.experts.forms.whole_as_bits import WholeAsBits
 from moe_jax.experts.shapes import FFNConfig, LoRAConfig, Matrix, Split, ffn_matrices
@@ -21,6 +22,14 @@ class Fixed(nnx.Variable):
 
 class OfAllLayers(Fixed):
     """An array of all layers that are stacked, which a loop over them gives to every turn as it is."""
+
+
+def taken(variable: nnx.Variable) -> Any:
+    """Returns the array of a variable, which then holds none: variables live on until Python looks for cycles, and the
+    array with them."""
+    array = variable.get_value()
+    variable.set_raw_value(None)
+    return array
 
 
 class Leaves(nnx.Module):
@@ -107,13 +116,20 @@ class Linear(Leaves):
           key: random key for LoRA's dropout in training; None: no dropout.
           more: a product that is added; None: there is none.
         """
+        y = self._product(x, key, more)
+        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1))) if self.has_bias else y
+
+    def _product(self, x: Float[Array, "... i"], key: Array | None, more: Product | None) -> Float[Array, "... o"]:
         kernel = self._kernel()
         if more is not None and isinstance(self.form, Full):
-            y = sum_of_products(Product(x, kernel["kernel"].astype(x.dtype)), more)
-        else:
-            y = self.form.apply(x, kernel, self.matrix, key)
-            y = y if more is None else y + linear(*more)
-        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1))) if self.has_bias else y
+            return sum_of_products(Product(x, kernel["kernel"].astype(x.dtype)), more)
+        y = self.form.apply(x, kernel, self.matrix, key)
+        return y if more is None else y + linear(*more)
+
+    @property
+    def every_form(self) -> tuple[KernelForm, ...]:
+        """The form of the kernel; of a map of several layers, those of all its kernels."""
+        return (self.form,)
 
     def in_codes(self, codes: Coded, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> "Linear":
         """Returns a fresh map of the same shape, with a bias and LoRA as this one has, and its kernel in codes."""

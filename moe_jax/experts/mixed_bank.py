@@ -13,19 +13,15 @@ from jaxtyping import Array, Float, Int
 from moe_jax.core.errors import InputError
 from moe_jax.experts.bank import KernelBank
 from moe_jax.experts.devices import Platform
-from moe_jax.experts.forms.coding import ByExpert, Own
+from moe_jax.experts.forms.coding import ByExpert, Own, below, folder_of_part
 from moe_jax.experts.forms.optional import CostModel
 from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.hidden_rows import FFNs, Kernels
-from moe_jax.experts.shapes import Arrays, Matrix, Split, Window
+from moe_jax.experts.shapes import Matrix, Split
 from moe_jax.functional.routing import NO_EXPERT, Routing
 
 MAX_PARTS = 4
-
-
-def _folder(part: int) -> str:
-    return f"part{part}/"
 
 
 class MixedBank(KernelBank):
@@ -51,9 +47,9 @@ class MixedBank(KernelBank):
         arrays = {name: self.arrays_of(name) for name in self.matrices}
         biases, y = self.stacked_biases(), jnp.zeros_like(x)
         for number, part in enumerate(form.parts):
-            folder, experts = _folder(number), np.asarray(form.experts_of(number))
+            folder, experts = folder_of_part(number), np.asarray(form.experts_of(number))
             own = {
-                name: Kernels(part.of_matrix(matrix), matrix, _below(arrays[name], folder))
+                name: Kernels(part.of_matrix(matrix), matrix, below(arrays[name], folder))
                 for name, matrix in self.matrices.items()
             }
             of_part = {name: bias[experts] for name, bias in biases.items()}
@@ -99,7 +95,7 @@ class Mixed(ByExpert, CostModel, KernelForm):
 
     def of_expert(self, expert: int) -> Own:
         part = self.part_of[expert]
-        return Own(self.parts[part], _folder(part), self.part_of[:expert].count(part))
+        return Own(self.parts[part], folder_of_part(part), self.part_of[:expert].count(part))
 
     def experts_of(self, part: int) -> list[int]:
         """The experts of a part, by their numbers in the layer."""
@@ -110,7 +106,7 @@ class Mixed(ByExpert, CostModel, KernelForm):
         return len(self.part_of)
 
     def experts_with(self, leaf: str) -> list[int]:
-        return self.experts_of(next(part for part in range(len(self.parts)) if leaf.startswith(_folder(part))))
+        return self.experts_of(next(part for part in range(len(self.parts)) if leaf.startswith(folder_of_part(part))))
 
     @property
     def has_codes(self) -> bool:
@@ -124,7 +120,7 @@ class Mixed(ByExpert, CostModel, KernelForm):
 
     def leaf_names(self, matrix: Matrix) -> tuple[str, ...]:
         every = (part.of_matrix(matrix).leaf_names(matrix) for part in self.parts)
-        return tuple(_folder(number) + leaf for number, names in enumerate(every) for leaf in names)
+        return tuple(folder_of_part(number) + leaf for number, names in enumerate(every) for leaf in names)
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         """Raises `InputError` if there are not as many experts as `part_of` has."""
@@ -132,21 +128,17 @@ class Mixed(ByExpert, CostModel, KernelForm):
         leaves = {}
         for number, part in enumerate(self.parts):
             own = part.fresh(rngs, matrix, (self.part_of.count(number),), dtype)
-            leaves |= {_folder(number) + leaf: array for leaf, array in own.items()}
+            leaves |= {folder_of_part(number) + leaf: array for leaf, array in own.items()}
         return leaves
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
         own = Quantized.stored_specs(split)
-        return {_folder(number) + leaf: spec for number in range(MAX_PARTS) for leaf, spec in own.items()}
+        return {folder_of_part(number) + leaf: spec for number in range(MAX_PARTS) for leaf, spec in own.items()}
 
     def specs(self, split: Split) -> dict[str, P]:
         every = (part.specs(split) for part in self.parts)
-        return {_folder(number) + leaf: spec for number, own in enumerate(every) for leaf, spec in own.items()}
-
-    def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """Never asked: tiles are made by the form of their expert."""
-        raise NotImplementedError("tiles are made by the form of their expert; see `of_expert`")
+        return {folder_of_part(number) + leaf: spec for number, own in enumerate(every) for leaf, spec in own.items()}
 
     # ---- what it costs: the mean over experts -----------------------------------------------------------------------
 
@@ -155,10 +147,6 @@ class Mixed(ByExpert, CostModel, KernelForm):
 
     def making(self, matrices: Any, platform: Platform) -> float:
         return float(np.mean([self.parts[part].making(matrices, platform) for part in self.part_of]))
-
-
-def _below(arrays: Arrays, folder: str) -> dict[str, Array]:
-    return {path.removeprefix(folder): array for path, array in arrays.items() if path.startswith(folder)}
 
 
 def _at_part(routing: Routing, own: Int[np.ndarray, " n"], num_experts: int) -> Routing:

@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 
 from moe_jax.distributed.sharding import mesh_of
-from moe_jax.experts.arrangements.unlike_layers import can_join, join_layers, stand_in
+from moe_jax.experts.arrangements.unlike_layers import joining, stand_in
 from moe_jax.experts.devices import current_chip
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import Segment, segments_of
@@ -39,13 +39,18 @@ def join_alike_layers(model: Decoder) -> bool:
         for segment in segments
         for place in range(len(segment.pattern))
     ]
-    if not all(map(can_join, every)):
+    joins = [joining(own) for own in every]
+    if None in joins:
         return False
     layers = [layer for segment in segments for layer in segment.pattern * segment.repeats]
     for block, layer in zip(blocks, layers, strict=True):
         if isinstance(getattr(block, "mlp", None), MoE):
             block.mlp.config = layer.mlp
-    joined = map(join_layers, every)
+    made: list[Any] = [join() for join in joins if join is not None]
+    for block in made:
+        if isinstance(getattr(block, "mlp", None), MoE):  # so that it is described as what it is
+            block.mlp.config = dataclasses.replace(block.mlp.config, bank=block.mlp.experts.config)
+    joined = iter(made)
     model.stack.segments = nnx.List(
         [BlockStack(start, repeats, [next(joined) for _ in pattern]) for start, pattern, repeats in segments]
     )

@@ -40,7 +40,8 @@ def _codes_in_words(block: Any) -> str:
     """Returns the codes of linear maps outside the bank of experts; empty if there are none."""
     modules = nnx.iter_modules(block) if isinstance(block, nnx.Module) else ()
     outside = (module for path, module in modules if "experts" not in path and isinstance(module, Linear))
-    return " and ".join(sorted({one.form.codes.describe() for one in outside if isinstance(one.form, CodedLevels)}))
+    forms = (form for one in outside for form in one.every_form)
+    return " and ".join(sorted({form.codes.describe() for form in forms if isinstance(form, CodedLevels)}))
 
 
 def _words(part: Any) -> str:

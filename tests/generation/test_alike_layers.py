@@ -26,6 +26,7 @@ from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, LinearCodes, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder, init_cache
+from moe_jax.nn.layer_words import layer_words
 from tests.support.numerics import assert_close, logits_of, made_at_once
 
 TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
@@ -88,6 +89,8 @@ def test_joined_layers_give_the_same(banks, options):
     joined = nnx.clone(decoder)
     assert join_alike_layers(joined)
     assert len(joined.stack.segments) == 1 and len(decoder.stack.segments) == len(decoder.config.layers)
+    words = layer_words(joined.stack.segments[0].blocks[0])
+    assert all(form in words for form in ("quantized, 2 bits", "quantized, 4 bits", "quantized, 8 bits"))
     assert_close(logits_of(joined, TOKENS), logits_of(decoder, TOKENS))
 
 

@@ -17,7 +17,7 @@ from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.low_rank_as_bits import LowRankAsBits
 from moe_jax.experts.forms.whole import Full
 from moe_jax.experts.forms.whole_as_bits import WholeAsBits
-from moe_jax.experts.linear import Fixed, Leaves, Linear
+from moe_jax.experts.linear import Fixed, Leaves, Linear, taken
 
 _MOST_OF_MEMORY = 1 / 2
 """Share of the free memory that a leaf may take, which is in memory twice while it is transposed."""
@@ -43,7 +43,7 @@ def give_as_bits(model: nnx.Module) -> None:
             }
             if _have_room(factors.values()):
                 form = LowRankAsBits(rank=module.config.form.rank)
-                module.delta = Leaves({path: _taken(factor) for path, factor in factors.items()}, form.is_trained)
+                module.delta = Leaves({path: _bits(taken(factor)) for path, factor in factors.items()}, form.is_trained)
                 module.config = module.config.of_same_base(form)
 
 
@@ -62,17 +62,9 @@ def transpose_kernels(*modules: Any) -> WholeAsBits | None:
     if not _have_room([module.kernel for module in modules]):
         return None
     for module in modules:
-        module.transposed = Fixed(_taken(module.kernel))
+        module.transposed = Fixed(_bits(taken(module.kernel)))
         del module.kernel
     return WholeAsBits()
-
-
-def _taken(variable: nnx.Variable) -> Any:
-    """Returns the bits of the leaf of a variable, which then holds none: variables live on until Python looks for
-    cycles, and the leaf with them."""
-    leaf = variable.get_value()
-    variable.set_raw_value(None)
-    return _bits(leaf)
 
 
 def _bits(leaf: Array | jax.ShapeDtypeStruct) -> Any:

@@ -19,11 +19,11 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import KernelBank
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.forms.coding import CodedJointly, own_of
+from moe_jax.experts.forms.coding import CodedJointly, folder_of_part, own_of
 from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.several_forms import SeveralForms
-from moe_jax.experts.linear import BIAS, Fixed, Leaves, Linear, OfAllLayers
+from moe_jax.experts.linear import BIAS, Fixed, Leaves, Linear, OfAllLayers, taken
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.functional.dense import Product, linear
 
@@ -48,23 +48,24 @@ def stand_in(config: BankConfig) -> BankConfig:
     return BankConfig(LowRank(rank=1), base=config.base)
 
 
-def can_join(modules: Sequence[nnx.Module]) -> bool:
-    """Whether `join_layers` takes these modules: no map, and no experts, have more than `MOST_FORMS` forms."""
-    return _joins(modules) is not None
+def joining(modules: Sequence[_M]) -> Callable[[], _M] | None:
+    """Returns what makes one module with the parameters [L, ...] of modules of several layers, each [1, ...].
 
-
-def join_layers(modules: Sequence[_M]) -> _M:
-    """Returns one module with the parameters [L, ...] of modules of several layers, each [1, ...], which are used up.
-
-    They differ only in the forms of linear maps, and of banks that have the same `stand_in`, and `can_join`.
+    The layers differ only in the forms of linear maps, and of banks that have the same `stand_in`. They are used up.
 
     Args:
       modules: of the layers, in their order. Their arrays are on one device, or only shapes.
+
+    Returns:
+      The function, to be called once; None if a map, or the experts, have more than `MOST_FORMS` forms.
     """
     if len(modules) == 1:
-        return modules[0]
+        return lambda: modules[0]
     joins = _joins(modules)
-    assert joins is not None, "too many forms"
+    return None if joins is None else functools.partial(_join, modules, joins)
+
+
+def _join(modules: Sequence[_M], joins: "_Joins") -> _M:
     joined = {path: join() for path, join in joins.items()}
     for module in modules:
         for path in joined:
@@ -74,7 +75,7 @@ def join_layers(modules: Sequence[_M]) -> _M:
     leaves, trees = zip(*map(jax.tree.flatten, states), strict=True)
     for module in modules:
         for leaf in _variables(module).values():
-            leaf.set_raw_value(None)
+            taken(leaf)
     del states
     together = map(_concatenated, zip(*leaves, strict=True))
     whole = nnx.merge(graphdefs[0], jax.tree.unflatten(trees[0], together))
@@ -98,20 +99,21 @@ class LinearOfForms(Linear):
     def __init__(self, maps: Sequence[Linear]):
         """Takes the arrays [1, ...] of maps of one shape, and of their biases, which all or none of them have."""
         first, parts = maps[0], _Parts.of(map(_kind_of_map, maps))
-        self.form, self.matrix, self.has_bias = first.form, first.matrix, first.has_bias
+        self.matrix, self.has_bias = first.matrix, first.has_bias
         self.forms = tuple(maps[own[0]].form for own in parts.members)
         self.which, self.place = Fixed(jnp.asarray(parts.which)), Fixed(jnp.asarray(parts.place))
         leaves = [_variables(one) for one in maps]
         if first.has_bias:
-            self.bias = nnx.Param(_concatenated([_taken(own.pop(BIAS)) for own in leaves]))
+            self.bias = nnx.Param(_concatenated([taken(own.pop(BIAS)) for own in leaves]))
         self.kernels = nnx.List([_of_all_layers([leaves[layer] for layer in own]) for own in parts.members])
 
-    def __call__(
-        self, x: Float[Array, "... i"], key: Array | None = None, more: Product | None = None
-    ) -> Float[Array, "... o"]:
+    def _product(self, x: Float[Array, "... i"], key: Array | None, more: Product | None) -> Float[Array, "... o"]:
         y = self._with_own(lambda form, arrays: form.apply(x, arrays, self.matrix, key))
-        y = y if more is None else y + linear(*more)
-        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1))) if self.has_bias else y
+        return y if more is None else y + linear(*more)
+
+    @property
+    def every_form(self) -> tuple[KernelForm, ...]:
+        return self.forms
 
     def materialise(self) -> Float[Array, "i o"]:
         return self._with_own(lambda form, arrays: form.materialise(None, arrays, self.matrix).astype(jnp.float32))
@@ -133,12 +135,12 @@ class LinearOfForms(Linear):
 
 # ---- which modules differ, and what joins them ----------------------------------------------------------------------
 
-_Path = tuple[str, ...]
+_Joins = dict[tuple[str, ...], Callable[[], nnx.Module]]
 
 
-def _joins(modules: Sequence[nnx.Module]) -> dict[_Path, Callable[[], nnx.Module]] | None:
+def _joins(modules: Sequence[nnx.Module]) -> _Joins | None:
     """Returns what joins those below some modules that differ, by their paths; None if one has too many forms."""
-    joins: dict[_Path, Callable[[], nnx.Module]] = {}
+    joins: _Joins = {}
     below = {tuple(map(str, path)): module for path, module in nnx.iter_modules(modules[0])}
     for path in sorted(below, key=len):
         if any(path[: len(above)] == above for above in joins):
@@ -149,9 +151,10 @@ def _joins(modules: Sequence[nnx.Module]) -> dict[_Path, Callable[[], nnx.Module
             forms = {expert.kind for bank in own for expert in _experts(bank)}
             if len(forms) == 1 and all(bank.config == own[0].config for bank in own):
                 continue
-            if own[0].config.has_base and _joins([bank.base for bank in own]) is None:
+            of_bases = joining([bank.base for bank in own]) if own[0].config.has_base else None
+            if own[0].config.has_base and of_bases is None:
                 return None
-            joins[path] = functools.partial(_joined_bank, own)
+            joins[path] = functools.partial(_joined_bank, own, of_bases)
         elif type(below[path]) is Linear and len(forms := set(map(_kind_of_map, own))) > 1:
             joins[path] = functools.partial(LinearOfForms, own)
         if len(forms) > MOST_FORMS:
@@ -159,7 +162,7 @@ def _joins(modules: Sequence[nnx.Module]) -> dict[_Path, Callable[[], nnx.Module
     return joins
 
 
-def _joined_bank(banks: Sequence[KernelBank]) -> KernelBank:
+def _joined_bank(banks: Sequence[KernelBank], join_bases: Callable[[], nnx.Dict[Linear]] | None) -> KernelBank:
     """Returns the bank of the experts of all layers, those of a form together, with the `places` of a layer's own."""
     first, experts = banks[0], [expert for bank in banks for expert in _experts(bank)]
     parts = _Parts.of(expert.kind for expert in experts)
@@ -169,8 +172,8 @@ def _joined_bank(banks: Sequence[KernelBank]) -> KernelBank:
     options = config, first.expert, first.num_experts, first.matrices["up"].shape[0]
     bank = shapes_of(lambda rngs: KernelBank(*options, rngs=rngs, dtype=jnp.dtype(jnp.float32)))
     bank.strategy, bank.exchange = first.strategy, first.exchange
-    if config.has_base:
-        bank.base = join_layers([one.base for one in banks])
+    if join_bases is not None:
+        bank.base = join_bases()
     places = np.cumsum([0, *counts[:-1]])[parts.which] + parts.place
     bank.places = Fixed(jnp.asarray(places.reshape(len(banks), -1), jnp.int32))
     _give_experts(bank, [[experts[number] for number in own] for own in parts.members])
@@ -182,7 +185,7 @@ def _give_experts(bank: KernelBank, parts: Sequence[Sequence["_Expert"]]) -> Non
     bank.delta = Leaves({})
     biases: dict[str, list[Any]] = {}
     for number, experts in enumerate(parts):
-        folder = SeveralForms.folder(number) if len(parts) > 1 else ""
+        folder = folder_of_part(number) if len(parts) > 1 else ""
         for path in experts[0].arrays:
             name, leaf = path.split("/", 1)
             array = _stacked([expert.arrays[path] for expert in experts])
@@ -194,7 +197,7 @@ def _give_experts(bank: KernelBank, parts: Sequence[Sequence["_Expert"]]) -> Non
         getattr(bank, name).add({BIAS: OfAllLayers(_concatenated(arrays))})
     for expert in (expert for experts in parts for expert in experts):
         for variable, _ in expert.arrays.values():
-            variable.set_raw_value(None)
+            taken(variable)
 
 
 class _Expert(NamedTuple):
@@ -279,16 +282,9 @@ def _at(module: Any, path: Sequence[str]) -> Any:
 # ---- arrays, or shapes -----------------------------------------------------------------------------------------------
 
 
-def _taken(variable: nnx.Variable) -> Any:
-    """Returns the array of a variable, which then holds none."""
-    array = variable.get_value()
-    variable.set_raw_value(None)
-    return array
-
-
 def _of_all_layers(maps: Sequence[dict[str, nnx.Variable]]) -> Leaves:
     leaves = Leaves({})
-    leaves.add({path: OfAllLayers(_concatenated([_taken(one[path]) for one in maps])) for path in maps[0]})
+    leaves.add({path: OfAllLayers(_concatenated([taken(one[path]) for one in maps])) for path in maps[0]})
     return leaves
 
 

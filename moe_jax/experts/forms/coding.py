@@ -277,6 +277,16 @@ class CodedJointly(abc.ABC):
         """Encodes all matrices of an expert at once: leaves by path below `delta`, approximations by name."""
 
 
+def folder_of_part(part: int) -> str:
+    """Returns the beginning of the paths of the leaves of a part of the experts, of forms that have parts."""
+    return f"part{part}/"
+
+
+def below(arrays: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Returns the arrays whose paths begin with a folder, by the rest of the path."""
+    return {path.removeprefix(folder): array for path, array in arrays.items() if path.startswith(folder)}
+
+
 class Own(NamedTuple):
     """The place of one expert among the stored arrays of a matrix.
 
@@ -292,8 +302,7 @@ class Own(NamedTuple):
 
     def arrays(self, every: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of this expert, as its form names them."""
-        own = {path.removeprefix(self.folder): array for path, array in every.items() if path.startswith(self.folder)}
-        common = self.form.common_leaves
+        own, common = below(every, self.folder), self.form.common_leaves
         return {path: array if path in common else array[self.index] for path, array in own.items()}
 
 
@@ -316,6 +325,10 @@ class ByExpert(abc.ABC):
     @abc.abstractmethod
     def experts_with(self, leaf: str) -> list[int]:
         """The experts that have a leaf, in the order in which it has them."""
+
+    def tile(self, base: Any, arrays: Any, window: Any) -> Any:
+        """Never asked: tiles are made by the form of their expert."""
+        raise NotImplementedError("tiles are made by the form of their expert; see `of_expert`")
 
 
 def own_of(form: "KernelForm", expert: int) -> Own:

@@ -39,8 +39,6 @@ from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.tiles import NF4Tile, why_not_nf4
 
 _FOLDER = "nf4/"
-FOLDERS_OF_NF4 = ("nf4", "coded_nf4")
-"""Between the paths of a map, or of a matrix, and the leaves of its kernel, if that is in NF4."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,3 +243,7 @@ class CodedNF4(Coded):
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         return self.codes.apply(x, self._inner(arrays), matrix, key)
+
+
+FOLDERS_OF_NF4 = tuple(folder.rstrip("/") for folder in (_FOLDER, CodedNF4.folder))
+"""Between the paths of a map, or of a matrix, and the leaves of its kernel, if that is in NF4."""

@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from moe_jax.experts.devices import Cost, Platform
-from moe_jax.experts.forms.coding import ByExpert, Own
+from moe_jax.experts.forms.coding import ByExpert, Own, below, folder_of_part
 from moe_jax.experts.forms.never_stored import NeverStored
 from moe_jax.experts.forms.optional import Factored, costs_of
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Window
+from moe_jax.experts.shapes import BASE, Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,6 @@ class SeveralForms(ByExpert, Factored, NeverStored):
     forms: tuple[KernelForm, ...]
     counts: tuple[int, ...]
 
-    @staticmethod
-    def folder(part: int) -> str:
-        """The beginning of the paths of the leaves of a part."""
-        return f"part{part}/"
-
     @property
     def num_experts(self) -> int:
         return sum(self.counts)
@@ -46,14 +41,17 @@ class SeveralForms(ByExpert, Factored, NeverStored):
     def check_count(self, num_experts: int) -> None:
         """Does nothing: `num_experts` of a bank are those of a layer, and these are the experts of all."""
 
+    def describe(self) -> str:
+        return " and ".join(dict.fromkeys(form.describe() for form in self.forms))
+
     def of_expert(self, expert: int) -> Own:
         part = 0
         while expert >= self.counts[part]:
             expert, part = expert - self.counts[part], part + 1
-        return Own(self.forms[part], self.folder(part), expert)
+        return Own(self.forms[part], folder_of_part(part), expert)
 
     def experts_with(self, leaf: str) -> list[int]:
-        part = next(part for part in range(len(self.forms)) if leaf.startswith(self.folder(part)))
+        part = next(part for part in range(len(self.forms)) if leaf.startswith(folder_of_part(part)))
         first = sum(self.counts[:part])
         return list(range(first, first + self.counts[part]))
 
@@ -63,14 +61,10 @@ class SeveralForms(ByExpert, Factored, NeverStored):
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         every = enumerate(zip(self.forms, self.counts, strict=True))
         return {
-            self.folder(part) + path: leaf
+            folder_of_part(part) + path: leaf
             for part, (form, count) in every
             for path, leaf in form.fresh(rngs, matrix, (count,), dtype).items()
         }
-
-    def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """Never asked: tiles are made by the form of their expert."""
-        raise NotImplementedError("tiles are made by the form of their expert; see `of_expert`")
 
     # ---- how it is applied ------------------------------------------------------------------------------------------
 
@@ -99,11 +93,10 @@ class SeveralForms(ByExpert, Factored, NeverStored):
         group_sizes: GroupSizes,
         product: Callable[[KernelForm, Rows, dict[str, Array], GroupSizes], Rows],
     ) -> Rows:
-        common = {path: array for path, array in arrays.items() if not path.startswith("part")}
+        common = {BASE: arrays[BASE]} if BASE in arrays else {}
         ends, first, sums = jnp.cumsum(group_sizes), 0, []
         for part, (form, count) in enumerate(zip(self.forms, self.counts, strict=True)):
-            folder, start = self.folder(part), ends[first - 1] if first else 0
-            own = {path.removeprefix(folder): array for path, array in arrays.items() if path.startswith(folder)}
+            own, start = below(arrays, folder_of_part(part)), ends[first - 1] if first else 0
             # Products begin with the first row, and give zeros for those behind their last.
             y = product(form, jnp.roll(rows, -start, axis=0), common | own, group_sizes[first : first + count])
             sums.append(jnp.roll(y, start, axis=0))

@@ -7,9 +7,11 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.forms import LowRank, Quantized
+from moe_jax.core.data_sheets import CHIPS
+from moe_jax.experts.devices import Platform
+from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.several_forms import SeveralForms
-from moe_jax.experts.shapes import BASE, Matrix
+from moe_jax.experts.shapes import BASE, Load, Matrix
 from tests.support.numerics import assert_close
 
 MATRIX, ROWS = Matrix("up", (16, 24), "out"), 12
@@ -63,6 +65,14 @@ def test_experts_are_numbered_part_by_part():
 def test_it_costs_what_its_parts_cost():
     expert_bytes = [FORM.of_expert(expert).form.own_bytes([MATRIX], 4) for expert in range(6)]
     assert FORM.own_bytes([MATRIX], 4) == np.mean(expert_bytes)
+
+
+def test_a_part_that_does_not_have_a_way_is_grouped():
+    low_rank, sparse = LowRank(rank=3), Sparse(rate=0.5, encoding="coo")
+    given = [MATRIX], Load(2, 4, 1), Platform.of(CHIPS["cpu"], 4)
+    both = SeveralForms(forms=(low_rank, sparse), counts=(1, 1)).delta_costs(*given)
+    alone = low_rank.delta_costs(*given)["grouped"].total, sparse.delta_costs(*given)["entrywise"].total
+    assert {*both} == {"grouped", "entrywise"} and both["entrywise"].total == max(alone)
 
 
 def test_a_layer_of_it_is_made_like_others():
