@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -19,14 +20,21 @@ from moe_jax.experts.linear import apply_ffn, ffn_linears
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, uniform_factor
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.keys import dropout, fold_in
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing import Routing, renumbered
 
 
 class Adapters(nnx.Module):
-    """M adapters: `down` [M, d, r], drawn as LoRA's A, and `up` [M, r, d], zero at first, so that they give 0."""
+    """M adapters: `down` [M, d, r], drawn as LoRA's A, and `up` [M, r, d], zero at first, so that they give 0.
+
+    While a model generates, those of all its layers may lie in these arrays (`arrangements`): the leaf `places`,
+    int32[M], then says which of them are the layer's own. They follow one another.
+    """
+
+    places: nnx.Variable | None = None
 
     def __init__(self, config: AdapterConfig, num_adapters: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
+        self.num_adapters = num_adapters
         self.down = nnx.Param(uniform_factor(rngs, (num_adapters,), d_model, config.rank, dtype))
         self.up = nnx.Param(jnp.zeros((num_adapters, config.rank, d_model), dtype))
 
@@ -41,12 +49,13 @@ class Adapters(nnx.Module):
           key: random key for dropout in training; None: no dropout.
         """
         x, config = dropout(x, self.config.dropout, key), self.config
-        down, up = self.down[...], self.up[...]
         if routing is None:
-            return all_adapters(x, down, up, config.activation, config.scale)
-        num_adapters, _, rank = down.shape
+            return all_adapters(x, *self._own(), config.activation, config.scale)
         platform = Platform.of(current_chip(), x.dtype.itemsize)
-        way = cheaper_way(num_adapters, rank, routing.experts.shape[1], platform.operations_per_byte)
+        way = cheaper_way(self.num_adapters, config.rank, routing.experts.shape[1], platform.operations_per_byte)
+        down, up = (self.down[...], self.up[...]) if way == "grouped" else self._own()
+        if self.places is not None and way == "grouped":
+            routing = renumbered(routing, self.places[...])
         apply = partial(routed_adapters, activation=config.activation, scale=config.scale, way=way)
         mesh = current_mesh()
         if way == "side-by-side" or mesh is None:
@@ -56,6 +65,13 @@ class Adapters(nnx.Module):
         return jax.shard_map(
             apply, in_specs=(tokens, Routing._make((tokens, tokens)), P(), P()), out_specs=tokens, check_vma=False
         )(x, routing, down, up)
+
+    def _own(self) -> tuple[Float[Array, "M d r"], Float[Array, "M r d"]]:
+        """Returns the adapters of the layer alone."""
+        if self.places is None:
+            return self.down[...], self.up[...]
+        own = partial(lax.dynamic_slice_in_dim, start_index=self.places[0], slice_size=self.num_adapters)
+        return own(self.down[...]), own(self.up[...])
 
 
 class AdapterBank(ExpertBank):

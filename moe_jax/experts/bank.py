@@ -28,7 +28,7 @@ from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices, 
 from moe_jax.experts.strategy import check_strategy, choose_strategy, strategy_from_environment
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.routing import NO_EXPERT, Routing
+from moe_jax.functional.routing import Routing, renumbered
 
 
 class ExpertBank(Summarised, abc.ABC):
@@ -246,9 +246,7 @@ class KernelBank(ExpertBank):
         assert self.places is not None
         places = self.places[...]
         if strategy != "factored-side-by-side":
-            is_one = (routing.experts >= 0) & (routing.experts < self.num_experts)
-            chosen = jnp.take(places, routing.experts, mode="clip").astype(routing.experts.dtype)
-            return routing._replace(experts=jnp.where(is_one, chosen, NO_EXPERT)), experts
+            return renumbered(routing, places), experts
         # Experts that can be side by side are so in every layer, with consecutive places.
         own = partial(lax.dynamic_slice_in_dim, start_index=places[0], slice_size=self.num_experts)
         arrays = {

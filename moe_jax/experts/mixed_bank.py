@@ -19,7 +19,7 @@ from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.hidden_rows import FFNs, Kernels
 from moe_jax.experts.shapes import Matrix, Split
-from moe_jax.functional.routing import NO_EXPERT, Routing
+from moe_jax.functional.routing import NO_EXPERT, Routing, renumbered
 
 MAX_PARTS = 4
 
@@ -151,8 +151,7 @@ class Mixed(ByExpert, CostModel, KernelForm):
 
 def _at_part(routing: Routing, own: Int[np.ndarray, " n"], num_experts: int) -> Routing:
     """The routing with experts as a part numbers its own; all others are none, and have no weight."""
-    table = np.full(num_experts + 1, NO_EXPERT, np.int32)  # the last: what is no expert of the layer
-    table[own] = np.arange(len(own))
-    inside = (routing.experts >= 0) & (routing.experts < num_experts)
-    experts = jnp.asarray(table)[jnp.where(inside, routing.experts, num_experts)].astype(routing.experts.dtype)
-    return Routing(experts, jnp.where(experts == NO_EXPERT, 0, routing.weights))
+    numbers = np.full(num_experts, NO_EXPERT, np.int32)
+    numbers[own] = np.arange(len(own))
+    at_part = renumbered(routing, jnp.asarray(numbers))
+    return at_part._replace(weights=jnp.where(at_part.experts == NO_EXPERT, 0, routing.weights))

@@ -250,6 +250,18 @@ class Routing(NamedTuple):
     weights: Float[Array, "T k"]
 
 
+def renumbered(routing: Routing, numbers: Int[Array, " E"]) -> Routing:
+    """Returns a routing to the same experts, by other numbers of theirs.
+
+    Args:
+      routing: to experts in [0, E), or others, which become `NO_EXPERT`.
+      numbers: int32, the number of each of the E experts; `NO_EXPERT` leaves it out. Its weight stays.
+    """
+    is_one = (routing.experts >= 0) & (routing.experts < numbers.shape[0])
+    experts = jnp.take(numbers, routing.experts, mode="clip").astype(routing.experts.dtype)
+    return routing._replace(experts=jnp.where(is_one, experts, NO_EXPERT))
+
+
 def weighted_inputs(x: Float[Array, "T d"], routing: Routing) -> tuple[Float[Array, "T*k d"], Routing]:
     """Returns the input of every assignment, times its weight, and its routing to one expert with weight 1.
 

@@ -11,7 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.model import Loading
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.shapes import AdapterConfig
+from moe_jax.experts.shapes import AdapterConfig, LoRAConfig
 from moe_jax.generation import layer_loop
 from moe_jax.generation.arrange import arranged
 from moe_jax.generation.continued_rows import ask
@@ -72,25 +72,48 @@ def test_kernels_in_bfloat16_are_looped_over_as_bits(narrow, tmp_path):
     assert Loading.for_generation(source).stacked
 
 
-def with_adapters(rank: int) -> ModelConfig:
-    """The config of PESC experts after FFNs in NF4."""
-    bank = BankConfig(kind="adapter", adapter=AdapterConfig(rank=rank, activation="gelu"))
-    moe = MoEConfig(expert=FFNConfig(dim=256, nf4=True), num_experts=4, top_k=2, bank=bank)
-    layer = LayerConfig(attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, nf4=True), mlp=moe)
+def in_nf4(adapter_rank: int, lora_rank: int) -> ModelConfig:
+    """The config of PESC experts after FFNs in NF4, all of whose kernels have LoRA."""
+    bank = BankConfig(kind="adapter", adapter=AdapterConfig(rank=adapter_rank, activation="gelu"))
+    ffn = FFNConfig(dim=256, nf4=True, lora=LoRAConfig(rank=lora_rank, targets=("gate", "up", "down")))
+    moe = MoEConfig(expert=ffn, num_experts=4, top_k=2, bank=bank)
+    attention = AttentionConfig(
+        num_heads=4, num_kv_heads=2, head_dim=32, nf4=True, lora=LoRAConfig(rank=lora_rank, targets=("q", "v"))
+    )
+    layer = LayerConfig(attention=attention, mlp=moe)
     return ModelConfig(family="llama", vocab_size=64, d_model=128, max_positions=512, layers=(layer,) * 3)
 
 
+def with_larger_adapters(decoder: Decoder) -> moe_jax.Model:
+    def larger(path: tuple, leaf: jax.Array) -> jax.Array:
+        return leaf + 0.1 * jnp.sin(jnp.arange(leaf.size).reshape(leaf.shape)) if "adapters" in str(path) else leaf
+
+    graphdef, state = nnx.split(decoder)
+    return moe_jax.Model(nnx.merge(graphdef, jax.tree_util.tree_map_with_path(larger, state)))
+
+
 @pytest.fixture(scope="module")
-def adapted():
-    graphdef, state = nnx.split(Decoder(with_adapters(8), rngs=nnx.Rngs(0)))
-    return moe_jax.Model(nnx.merge(graphdef, jax.tree.map(lambda a: a + 0.1 if a.ndim == 4 else a, state)))
+def grouped():
+    """Adapters that are so large that only those which a token chose are multiplied."""
+    return with_larger_adapters(Decoder(in_nf4(160, 4), rngs=nnx.Rngs(0)))
 
 
-def test_few_adapters_beside_kernels_in_nf4_are_looped_over():
-    assert loops(abstract_model(with_adapters(8))) and not loops(abstract_model(with_adapters(128)))
+@pytest.fixture(scope="module")
+def side_by_side():
+    return with_larger_adapters(Decoder(in_nf4(8, 4), rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("name", ["coded", "narrow", "adapted"])
+@pytest.fixture(scope="module")
+def tuned(coded):
+    """PEFT experts without weights, which all tokens go to, beside experts in codes."""
+    return with_larger_adapters(moe_jax.adapt(coded, method="perft-d", experts=2, adapter="parallel:8").decoder)
+
+
+def test_adapters_are_looped_over_and_little_lora():
+    assert loops(abstract_model(in_nf4(128, 16))) and not loops(abstract_model(in_nf4(8, 64)))
+
+
+@pytest.mark.parametrize("name", ["coded", "narrow", "grouped", "side_by_side", "tuned"])
 def test_a_loop_gives_the_tokens_that_single_layers_give(name, request, monkeypatch):
     decoder = request.getfixturevalue(name).decoder
 

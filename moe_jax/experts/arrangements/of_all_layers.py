@@ -1,4 +1,4 @@
-"""Takes the experts of stacked layers out of what a loop over the layers hands to each turn.
+"""Takes the experts and adapters of stacked layers out of what a loop over the layers hands to each turn.
 
 A turn of that loop is given its part of every stacked array. Experts are multiplied in a loop of their own, which asks
 for an array to read from: the part would be copied, experts to which no token goes and all. Of an array that is the
@@ -6,6 +6,7 @@ same in every turn nothing is copied. So the experts of all layers lie in one ar
 """
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +14,30 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Shaped
 
+from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.bank import KernelBank
 from moe_jax.experts.linear import Fixed, OfAllLayers
 
 
 def join_experts(model: nnx.Module) -> None:
-    """Changes in place every `KernelBank` of stacked layers on a CPU, but no `MixedBank`, whose experts lie apart."""
-    for _, bank in list(nnx.iter_modules(model)):
-        if type(bank) is not KernelBank or bank.places is not None or (layers := bank.num_layers) is None:
-            continue
-        for path, (variable, _) in bank.own_leaves(0).items():
-            *above, name = path.split("/")
-            joined = OfAllLayers(_joined(variable[...]))
-            setattr(functools.reduce(getattr, above, bank), name, joined)
-        every = layers * bank.num_experts
-        bank.places = Fixed(jnp.arange(every, dtype=jnp.int32).reshape(layers, -1))
+    """Changes in place every `KernelBank`, and all `Adapters`, of stacked layers on a CPU.
+
+    A `MixedBank` stays as it is: its experts lie apart.
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        if type(module) is KernelBank and module.places is None and (layers := module.num_layers) is not None:
+            _join(module, module.own_leaves(0), layers, module.num_experts)
+        elif type(module) is Adapters and module.places is None and module.down.ndim == 4:
+            _join(module, ("down", "up"), module.down.shape[0], module.num_adapters)
+
+
+def _join(module: KernelBank | Adapters, paths: Iterable[str], layers: int, number: int) -> None:
+    """Joins the arrays [layers, number, ...] at some paths in a module, and tells it the places of a layer's own."""
+    for path in paths:
+        *above, name = path.split("/")
+        parent = functools.reduce(getattr, above, module)
+        setattr(parent, name, OfAllLayers(_joined(getattr(parent, name)[...])))
+    module.places = Fixed(jnp.arange(layers * number, dtype=jnp.int32).reshape(layers, -1))
 
 
 def _joined(leaf: Shaped[Array, "L E ..."]) -> Shaped[Array, "LE ..."]:
