@@ -91,6 +91,8 @@ def _in_gguf(kind: str) -> Callable[[Path, Path, Path], Any]:
     return lambda dense, whole, out: moe_jax.export(whole, out, format="gguf", gguf_type=kind)
 
 
+# Of little text: here it is the speed that counts.
+_CALIBRATED: dict[str, Any] = {"calibrate": "built-in", "samples": 16, "seq_len": 512}
 _LLAMA: dict[str, Any] = {"package": "llama_cpp", "rows": ROWS[:1]}
 KINDS = {
     WHOLE: Kind("whole", lambda dense, whole, out: _upcycled(dense, out, noise=NOISE)),
@@ -103,6 +105,8 @@ KINDS = {
     "4 bits around a centre in 4": Kind("centre-4", _compressed("ders-quantize", bits=4, centre_bits=4)),
     "2 bits over a base": Kind("base-16", _compressed("ders-quantize", bits=2)),
     "2 bits over a base in 4": Kind("base-4", _compressed("ders-quantize", bits=2, centre_bits=4)),
+    "3 bits, allocated": Kind("allocated-3", _compressed("allocate", budget_bits=3, of="model", **_CALIBRATED)),
+    "PESC in NF4": Kind("pesc", lambda dense, whole, out: _upcycled(dense, out, method="pesc")),
     "low rank": Kind("low-rank", lambda dense, whole, out: _upcycled(dense, out, delta=f"low-rank:{RANK}")),
     "sparse": Kind("sparse", _compressed("ders-sparsify", drop=0.9, keep="magnitude")),
     "llama.cpp, BF16": Kind("whole.gguf", _in_gguf("BF16"), **_LLAMA),

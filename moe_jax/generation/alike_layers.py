@@ -22,16 +22,37 @@ def alike_segments(config: ModelConfig) -> tuple[Segment, ...] | None:
     return segments if len(segments) < len(segments_of(config.layers)) else None
 
 
+def has_layers_of_config(model: Decoder) -> bool:
+    """Whether the layers of a decoder are what its config says, but for banks; a user may have replaced some."""
+    layers, segments = model.config.layers, list(model.stack.segments)
+    found = [(segment.start, len(segment.blocks), segment.repeats) for segment in segments]
+    expected = [(segment.start, len(segment.pattern), segment.repeats) for segment in segments_of(layers)]
+    if found != expected and found != [(layer, 1, 1) for layer in range(len(layers))]:
+        return False
+    blocks = [(segment.start + place, block) for segment in segments for place, block in enumerate(segment.blocks)]
+    return all(_has_config(block, layers[layer]) for layer, block in blocks)
+
+
+def _has_config(block: Any, layer: LayerConfig) -> bool:
+    mlp, config = getattr(block, "mlp", None), layer.mlp
+    if not isinstance(mlp, MoE) or not isinstance(config, MoEConfig):
+        return not isinstance(mlp, MoE) and not isinstance(config, MoEConfig)
+    return dataclasses.replace(mlp.config, bank=config.bank) == config
+
+
 def join_alike_layers(model: Decoder) -> bool:
     """Changes in place a model on one CPU: its layers that are alike are stacked, whatever their kernels' forms.
 
     The config of its layers says from then on what they have in common.
 
     Returns:
-      Whether it was done: not on other devices, or if there are no such layers, or kernels with too many forms.
+      Whether it was done: not on other devices, or if there are no such layers, or kernels with too many forms, or
+      layers that the config does not describe.
     """
     segments, mesh = alike_segments(model.config), mesh_of(nnx.state(model))
     if segments is None or current_chip().platform != "cpu" or (mesh is not None and mesh.size > 1):
+        return False
+    if not has_layers_of_config(model):
         return False
     blocks: list[Any] = [block for single in unstacked(model).stack.segments for block in single.blocks]
     every = [
@@ -39,13 +60,16 @@ def join_alike_layers(model: Decoder) -> bool:
         for segment in segments
         for place in range(len(segment.pattern))
     ]
+    layers = [layer for segment in segments for layer in segment.pattern * segment.repeats]
+    moes = {number: block.mlp for number, block in enumerate(blocks) if isinstance(getattr(block, "mlp", None), MoE)}
+    own_configs = {number: moe.config for number, moe in moes.items()}
+    for number, moe in moes.items():
+        moe.config = layers[number].mlp  # what they have in common
     joins = [joining(own) for own in every]
     if None in joins:
+        for number, moe in moes.items():
+            moe.config = own_configs[number]
         return False
-    layers = [layer for segment in segments for layer in segment.pattern * segment.repeats]
-    for block, layer in zip(blocks, layers, strict=True):
-        if isinstance(getattr(block, "mlp", None), MoE):
-            block.mlp.config = layer.mlp
     made: list[Any] = [join() for join in joins if join is not None]
     for block in made:
         if isinstance(getattr(block, "mlp", None), MoE):  # so that it is described as what it is

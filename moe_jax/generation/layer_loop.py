@@ -3,10 +3,10 @@
 A loop is one program for all layers: it compiles in a fraction of the time, and takes a fraction of the memory. But on
 every turn it takes a layer's arrays out of the stack, and copies those that an operation wants whole, such as kernels.
 Of codes, and of the bits of bfloat16, a CPU reads what a token is multiplied with where it lies, in a loop or not
-(`functional.few_rows`). Adapters lie in one array of all layers (`arrangements.of_all_layers`), and caches go through
-the loop whole (`nn.block_stack`). So a model all of whose kernels are codes or bits is as fast in a loop, and layers
-that have other codes than others can go in one too (`alike_layers`). Kernels in NF4 are made whole for every token, in
-a loop or not, beside which it takes little to copy LoRA.
+(`functional.few_rows`). Experts and adapters lie in one array of all layers (`arrangements.of_all_layers`), and caches
+go through the loop whole (`nn.block_stack`). So a model is as fast in a loop if little is left to copy, and layers that
+have other codes than others can go in one too (`alike_layers`). Kernels in NF4 are made whole for every token, in a
+loop or not, beside which it takes little to copy LoRA.
 """
 
 import jax
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax.distributed.sharding import mesh_of
-from moe_jax.experts.adapters import Adapters
-from moe_jax.experts.arrangements.of_all_layers import join_experts
-from moe_jax.experts.devices import current_chip
+from moe_jax.experts.arrangements.of_all_layers import join_experts, leaves_of_all_layers
+from moe_jax.experts.devices import current_chip, current_mesh
 from moe_jax.experts.forms.kernel_of_codes import FOLDERS_OF_NF4
-from moe_jax.generation.alike_layers import alike_segments, join_alike_layers
+from moe_jax.generation.alike_layers import alike_segments, has_layers_of_config, join_alike_layers
 from moe_jax.nn import Decoder, is_stacked, unstacked
 
-_MOST_COPIED = 1 / 64
-"""Share of the layers' bytes that may be copied: norms and routers have less, one kernel has more."""
+_MOST_COPIED = 1 / 8
+"""Share of the bytes that a token is multiplied with that may be copied: of LoRA next to nothing is noticed, of whole
+kernels that are a seventh, 2 to 8 % more time."""
 _MOST_BESIDE_NF4 = 5 / 2
 """Bytes that may be copied for a byte of kernels in NF4: LoRA of rank 64 has 1.8 on SmolLM2's maps. A loop took as long
 as single layers where three to five were copied."""
@@ -31,9 +31,10 @@ _CODES = (jnp.uint8, jnp.uint16)
 
 def loops(model: Decoder) -> bool:
     """Whether a model, stacked or not, on one device, generates in a loop over its layers; its shapes are enough."""
-    if current_chip().platform != "cpu" or model.config.has_encoder or not _is_codes(model):
+    if current_chip().platform != "cpu" or current_mesh() is not None or model.config.has_encoder:
         return False
-    return is_stacked(model) or alike_segments(model.config) is not None
+    can_be = is_stacked(model) or alike_segments(model.config) is not None
+    return can_be and has_layers_of_config(model) and _copies_little(model)
 
 
 def for_rows(model: Decoder) -> Decoder:
@@ -46,8 +47,10 @@ def for_rows(model: Decoder) -> Decoder:
     """
     if not loops(model) or mesh_of(nnx.state(model)) is not None:
         return unstacked(model)
-    copy = nnx.merge(*nnx.split(model))
-    join_alike_layers(copy)
+    # Joining takes arrays out of variables: not out of those of the model.
+    copy = nnx.merge(*nnx.split(model), copy=True)
+    if not join_alike_layers(copy) and not is_stacked(copy):
+        return copy
     join_experts(copy)
     return copy
 
@@ -58,19 +61,18 @@ def join_for_loop(model: Decoder) -> None:
         join_alike_layers(model)
 
 
-def _is_codes(model: Decoder) -> bool:
-    """Whether hardly anything that a loop copies takes room: anything but adapters, codes and their scales."""
-    modules = nnx.iter_modules(model.stack.segments)
-    adapters = {path for path, module in modules if isinstance(module, Adapters)}
+def _copies_little(model: Decoder) -> bool:
+    """Whether little of what a token is multiplied with is copied: all but experts, adapters and codes is."""
+    joined, config = leaves_of_all_layers(model.stack.segments), model.config
+    chosen = [config.moe(i).top_k / config.moe(i).num_experts for i in config.moe_layers]
     forms: dict[tuple, list] = {}
     for path, leaf in _leaves(model):
-        if path[:-1] not in adapters:
-            forms.setdefault(path[:-1], []).append(leaf)
-    sizes = {path: sum(map(_nbytes, leaves)) for path, leaves in forms.items()}
-    coded = {path for path, leaves in forms.items() if any(leaf.dtype in _CODES for leaf in leaves)}
-    others = sum(size for path, size in sizes.items() if path not in coded)
+        size = _nbytes(leaf) * (max(chosen) if chosen and path in joined else 1)
+        forms.setdefault(path[:-1], []).append((size, leaf.dtype in _CODES or path in joined))
+    sizes = {path: sum(size for size, _ in leaves) for path, leaves in forms.items()}
+    copied = sum(sizes[path] for path, leaves in forms.items() if not any(in_place for _, in_place in leaves))
     nf4 = sum(size for path, size in sizes.items() if path[-1] in FOLDERS_OF_NF4)
-    return others <= _MOST_COPIED * sum(sizes.values()) + _MOST_BESIDE_NF4 * nf4
+    return copied <= _MOST_COPIED * sum(sizes.values()) + _MOST_BESIDE_NF4 * nf4
 
 
 def _leaves(model: Decoder) -> list[tuple[tuple, jax.Array | jax.ShapeDtypeStruct]]:

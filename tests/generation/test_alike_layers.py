@@ -20,12 +20,12 @@ from moe_jax.experts.forms import Quantized
 from moe_jax.generation import layer_loop
 from moe_jax.generation.alike_layers import alike_segments, join_alike_layers
 from moe_jax.generation.arrange import arranged
-from moe_jax.generation.layer_loop import for_rows
+from moe_jax.generation.layer_loop import for_rows, loops
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, LinearCodes, ModelConfig, MoEConfig
-from moe_jax.nn import Decoder, init_cache
+from moe_jax.nn import Decoder, MoE, init_cache, is_stacked
 from moe_jax.nn.layer_words import layer_words
 from tests.support.numerics import assert_close, logits_of, made_at_once
 
@@ -88,6 +88,7 @@ def test_joined_layers_give_the_same(banks, options):
     decoder = arranged(model(banks, **options))
     joined = nnx.clone(decoder)
     assert join_alike_layers(joined)
+    assert loops(joined) == loops(decoder)
     assert len(joined.stack.segments) == 1 and len(decoder.stack.segments) == len(decoder.config.layers)
     words = layer_words(joined.stack.segments[0].blocks[0])
     assert all(form in words for form in ("quantized, 2 bits", "quantized, 4 bits", "quantized, 8 bits"))
@@ -104,6 +105,50 @@ def test_they_generate_the_same_in_a_loop(monkeypatch):
     looped = tokens()
     monkeypatch.setattr(layer_loop, "loops", lambda model: False)
     np.testing.assert_array_equal(looped, tokens())
+
+
+def with_other_mlp(place: int, **options) -> Decoder:
+    """The decoder of unlike layers, of which one has an MoE with other options and the same parameters."""
+    decoder = nnx.clone(model(WITHOUT_BASE))
+    layer = decoder.stack.layers[place]
+    old = layer.mlp.module
+    new = MoE(dataclasses.replace(old.config, **options), 128, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    nnx.update(new, nnx.state(old))
+    layer.mlp = new
+    return decoder
+
+
+def with_other_router(place: int) -> Decoder:
+    decoder = nnx.clone(model(WITHOUT_BASE))
+    decoder.stack.layers[place].mlp.router = lambda x: -x[..., :3].astype(jnp.float32)
+    return decoder
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("replaced", [functools.partial(with_other_mlp, top_k=1), with_other_router])
+def test_a_layer_that_was_replaced_stays_what_it_is(replaced, place):
+    decoder = replaced(place)
+    generating = for_rows(arranged(decoder))
+    assert len(generating.stack.segments) == 3
+    assert_close(logits_of(generating, TOKENS), logits_of(decoder, TOKENS))
+
+
+def test_stacked_layers_of_which_one_was_replaced_are_not_looped_over():
+    config = model(ALIKE).config
+    config = dataclasses.replace(config, layers=(config.layers[0],) * 4)
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    assert loops(arranged(decoder))
+    decoder.stack.layers[0].mlp.router = lambda x: x[..., :3].astype(jnp.float32)
+    assert is_stacked(decoder) and not loops(arranged(decoder)) and not is_stacked(for_rows(arranged(decoder)))
+
+
+def test_the_model_stays_as_it_is_on_a_mesh_too():
+    decoder = arranged(model(WITHOUT_BASE))
+    before = jax.tree.map(np.asarray, nnx.state(decoder))
+    with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
+        assert len(for_rows(arranged(decoder)).stack.segments) == 3
+    assert len(for_rows(decoder).stack.segments) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(decoder))
 
 
 def test_caches_are_those_of_the_joined_layers():

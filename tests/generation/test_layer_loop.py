@@ -11,6 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.model import Loading
 from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.linear import OfAllLayers
 from moe_jax.experts.shapes import AdapterConfig, LoRAConfig
 from moe_jax.generation import layer_loop
 from moe_jax.generation.arrange import arranged
@@ -23,6 +24,7 @@ from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Caches, Decoder, init_cache, is_stacked, unstacked
+from tests.support.numerics import assert_close, logits_of
 from tests.support.tiers import long
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9]]
@@ -33,7 +35,7 @@ def whole():
     """A model whose kernels are large beside its norms and routers."""
     moe = MoEConfig(expert=FFNConfig(dim=256), num_experts=4, top_k=2)
     layer = LayerConfig(attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32), mlp=moe)
-    config = ModelConfig(family="llama", vocab_size=64, d_model=128, max_positions=512, layers=(layer,) * 3)
+    config = ModelConfig(family="llama", vocab_size=64, d_model=128, max_positions=512, layers=(layer,) * 2)
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     # Larger than at initialisation, so that the choices are not near ties.
     return moe_jax.Model(nnx.merge(graphdef, jax.tree.map(lambda a: a * 8 if a.ndim > 2 else a, state)))
@@ -52,12 +54,16 @@ def narrow(whole):
     return moe_jax.Model(decoder)
 
 
-def test_only_layers_of_codes_are_looped_over(whole, coded):
+def test_layers_are_looped_over_if_little_is_copied(whole, coded):
     assert loops(coded.decoder) and loops(abstract_model(coded.config))
     assert not loops(unstacked(coded.decoder))
-    only_experts = moe_jax.compress(whole, method="quantize", bits=4)
-    assert not loops(whole.decoder) and not loops(only_experts.decoder)
     assert is_stacked(for_rows(coded.decoder)) and not is_stacked(for_rows(whole.decoder))
+    # Kernels of attention would be copied, but not experts, and LoRA is little.
+    all_but_attention = moe_jax.compress(whole, method="quantize", bits=4)
+    all_but_experts = moe_jax.compress(whole, method="quantize", bits=4, of="rest")
+    with_lora = moe_jax.adapt(coded, method="lora", targets="q", adapter="lora:2")
+    answers = [loops(model.decoder) for model in (whole, all_but_attention, all_but_experts, with_lora)]
+    assert answers == [False, False, True, True]
 
 
 @pytest.mark.parametrize(("name", "is_looped"), [("coded", True), ("whole", False)])
@@ -81,7 +87,7 @@ def in_nf4(adapter_rank: int, lora_rank: int) -> ModelConfig:
         num_heads=4, num_kv_heads=2, head_dim=32, nf4=True, lora=LoRAConfig(rank=lora_rank, targets=("q", "v"))
     )
     layer = LayerConfig(attention=attention, mlp=moe)
-    return ModelConfig(family="llama", vocab_size=64, d_model=128, max_positions=512, layers=(layer,) * 3)
+    return ModelConfig(family="llama", vocab_size=64, d_model=128, max_positions=512, layers=(layer,) * 2)
 
 
 def with_larger_adapters(decoder: Decoder) -> moe_jax.Model:
@@ -113,16 +119,22 @@ def test_adapters_are_looped_over_and_little_lora():
     assert loops(abstract_model(in_nf4(128, 16))) and not loops(abstract_model(in_nf4(8, 64)))
 
 
-@pytest.mark.parametrize("name", ["coded", "narrow", "grouped", "side_by_side", "tuned"])
-def test_a_loop_gives_the_tokens_that_single_layers_give(name, request, monkeypatch):
-    decoder = request.getfixturevalue(name).decoder
-
+def test_a_loop_gives_the_tokens_that_single_layers_give(coded, monkeypatch):
     def tokens() -> np.ndarray:
-        return np.stack(list(stream(decoder, PROMPTS, GenerateSpec(max_new_tokens=24))))
+        return np.stack(list(stream(coded.decoder, PROMPTS, GenerateSpec(max_new_tokens=24))))
 
     looped = tokens()
-    monkeypatch.setattr(layer_loop, "_is_codes", lambda model: False)
+    monkeypatch.setattr(layer_loop, "_copies_little", lambda model: False)
     np.testing.assert_array_equal(looped, tokens())
+
+
+@pytest.mark.parametrize("name", ["narrow", "grouped", "side_by_side", "tuned"])
+def test_experts_and_adapters_of_all_layers_give_what_those_of_each_layer_give(name, request):
+    decoder = arranged(request.getfixturevalue(name).decoder)
+    joined = for_rows(decoder)
+    assert any(isinstance(leaf, OfAllLayers) for _, leaf in nnx.iter_graph(joined))
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    assert_close(logits_of(joined, tokens), logits_of(decoder, tokens))
 
 
 def test_a_loop_copies_no_more_than_one_layer_of_the_caches(coded):
@@ -149,7 +161,7 @@ def test_rows_of_a_loop_move_as_others_do(coded, monkeypatch):
     asked = ask(2, 8, key=jax.random.split(jax.random.key(0), 2), temperature=0.0, top_k=0, top_p=1.0, stop_ids=[])
     given = []
     for is_looped in (True, False):
-        monkeypatch.setattr(layer_loop, "_is_codes", lambda model, answer=is_looped: answer)
+        monkeypatch.setattr(layer_loop, "_copies_little", lambda model, answer=is_looped: answer)
         engine = Engine(coded.decoder, draws=False)
         rows, first, _ = engine.read(PROMPTS, asked, 16)
         moved = engine.mover.move(rows, [1, -1, 0], Size(3, 32))

@@ -6,7 +6,7 @@ same in every turn nothing is copied. So the experts of all layers lie in one ar
 """
 
 import functools
-from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,31 @@ def join_experts(model: nnx.Module) -> None:
 
     A `MixedBank` stays as it is: its experts lie apart.
     """
+    module: Any
     for _, module in list(nnx.iter_modules(model)):
-        if type(module) is KernelBank and module.places is None and (layers := module.num_layers) is not None:
-            _join(module, module.own_leaves(0), layers, module.num_experts)
-        elif type(module) is Adapters and module.places is None and module.down.ndim == 4:
-            _join(module, ("down", "up"), module.down.shape[0], module.num_adapters)
+        leaves = _own_leaves(module)
+        for path, leaf in leaves.items():
+            *above, name = path.split("/")
+            setattr(functools.reduce(getattr, above, module), name, OfAllLayers(_joined(leaf[...])))
+        if leaves:
+            layers, number = next(iter(leaves.values())).shape[:2]
+            module.places = Fixed(jnp.arange(layers * number, dtype=jnp.int32).reshape(layers, number))
 
 
-def _join(module: KernelBank | Adapters, paths: Iterable[str], layers: int, number: int) -> None:
-    """Joins the arrays [layers, number, ...] at some paths in a module, and tells it the places of a layer's own."""
-    for path in paths:
-        *above, name = path.split("/")
-        parent = functools.reduce(getattr, above, module)
-        setattr(parent, name, OfAllLayers(_joined(getattr(parent, name)[...])))
-    module.places = Fixed(jnp.arange(layers * number, dtype=jnp.int32).reshape(layers, -1))
+def leaves_of_all_layers(model: nnx.Module) -> set[tuple[Any, ...]]:
+    """Returns the paths of the leaves that `join_experts` would join, or has joined; shapes are enough."""
+    joined = {path for path, leaf in nnx.iter_graph(model) if isinstance(leaf, OfAllLayers)}
+    own = ((*above, *path.split("/")) for above, module in nnx.iter_modules(model) for path in _own_leaves(module))
+    return joined.union(own)
+
+
+def _own_leaves(module: nnx.Module) -> dict[str, nnx.Variable]:
+    """Returns the leaves [L, number, ...] of the experts or adapters that a module has of several layers, by path."""
+    if type(module) is KernelBank and module.places is None and module.num_layers is not None:
+        return {path: leaf for path, (leaf, _) in module.own_leaves(0).items()}
+    if type(module) is Adapters and module.places is None and module.down.ndim == 4:
+        return {"down": module.down, "up": module.up}
+    return {}
 
 
 def _joined(leaf: Shaped[Array, "L E ..."]) -> Shaped[Array, "LE ..."]:

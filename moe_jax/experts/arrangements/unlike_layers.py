@@ -51,18 +51,31 @@ def stand_in(config: BankConfig) -> BankConfig:
 def joining(modules: Sequence[_M]) -> Callable[[], _M] | None:
     """Returns what makes one module with the parameters [L, ...] of modules of several layers, each [1, ...].
 
-    The layers differ only in the forms of linear maps, and of banks that have the same `stand_in`. They are used up.
+    The layers are used up. They may differ in the forms of linear maps, and of banks that have the same `stand_in`.
 
     Args:
       modules: of the layers, in their order. Their arrays are on one device, or only shapes.
 
     Returns:
-      The function, to be called once; None if a map, or the experts, have more than `MOST_FORMS` forms.
+      The function, to be called once; None if the layers differ in anything else, or if a map, or the experts, have
+      more than `MOST_FORMS` forms.
     """
     if len(modules) == 1:
         return lambda: modules[0]
     joins = _joins(modules)
-    return None if joins is None else functools.partial(_join, modules, joins)
+    if joins is None or len({_without(module, joins) for module in modules}) > 1:
+        return None
+    return functools.partial(_join, modules, joins)
+
+
+def _without(module: nnx.Module, joins: "_Joins") -> Hashable:
+    """Returns all that there is to know of a module but for what is joined and the numbers in its arrays."""
+    copy = nnx.merge(*nnx.split(module), copy=True)
+    for path in joins:
+        delattr(_at(copy, path[:-1]), path[-1])
+    graphdef, state = nnx.split(copy)
+    leaves, tree = jax.tree.flatten(state)
+    return graphdef, tree, *((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
 def _join(modules: Sequence[_M], joins: "_Joins") -> _M:
@@ -71,7 +84,6 @@ def _join(modules: Sequence[_M], joins: "_Joins") -> _M:
         for path in joined:
             delattr(_at(module, path[:-1]), path[-1])
     graphdefs, states = zip(*map(nnx.split, modules), strict=True)
-    assert all(graphdef == graphdefs[0] for graphdef in graphdefs), "layers differ in more than the forms of kernels"
     leaves, trees = zip(*map(jax.tree.flatten, states), strict=True)
     for module in modules:
         for leaf in _variables(module).values():
@@ -139,15 +151,18 @@ _Joins = dict[tuple[str, ...], Callable[[], nnx.Module]]
 
 
 def _joins(modules: Sequence[nnx.Module]) -> _Joins | None:
-    """Returns what joins those below some modules that differ, by their paths; None if one has too many forms."""
+    """Returns what joins those below some modules that differ in the forms of kernels, by their paths; None if one has
+    too many forms, or differs in more."""
     joins: _Joins = {}
-    below = {tuple(map(str, path)): module for path, module in nnx.iter_modules(modules[0])}
-    for path in sorted(below, key=len):
+    below = [{tuple(map(str, path)): one for path, one in nnx.iter_modules(module)} for module in modules]
+    for path in sorted(below[0], key=len):
         if any(path[: len(above)] == above for above in joins):
             continue
-        own: Any = [_at(module, path) for module in modules]
+        own: Any = [of_module.get(path) for of_module in below]
         forms: set[Hashable] = set()
-        if isinstance(below[path], KernelBank):
+        if len(set(map(_but_for_forms, own))) > 1:
+            return None
+        if isinstance(own[0], KernelBank):
             forms = {expert.kind for bank in own for expert in _experts(bank)}
             if len(forms) == 1 and all(bank.config == own[0].config for bank in own):
                 continue
@@ -155,7 +170,7 @@ def _joins(modules: Sequence[nnx.Module]) -> _Joins | None:
             if own[0].config.has_base and of_bases is None:
                 return None
             joins[path] = functools.partial(_joined_bank, own, of_bases)
-        elif type(below[path]) is Linear and len(forms := set(map(_kind_of_map, own))) > 1:
+        elif type(own[0]) is Linear and len(forms := set(map(_kind_of_map, own))) > 1:
             joins[path] = functools.partial(LinearOfForms, own)
         if len(forms) > MOST_FORMS:
             return None
@@ -258,6 +273,14 @@ class _Parts(NamedTuple):
         parts = list(members)
         which = [parts.index(kind) for kind, _ in places]
         return cls([*members.values()], np.asarray(which, np.int32), np.asarray([n for _, n in places], np.int32))
+
+
+def _but_for_forms(module: Any) -> Hashable:
+    """Returns what modules have in common, apart from those below them, if only the forms of their kernels differ."""
+    if isinstance(module, KernelBank):
+        shape = module.expert, module.num_experts, module.matrices["up"].shape
+        return KernelBank, stand_in(module.config), *shape, module.strategy, module.exchange
+    return (type(module), module.matrix, module.has_bias) if type(module) is Linear else type(module)
 
 
 def _kind_of_map(module: Linear) -> Hashable:
