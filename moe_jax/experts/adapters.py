@@ -7,7 +7,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -16,7 +15,7 @@ from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.devices import Platform, current_chip, current_mesh, token_axes
 from moe_jax.experts.forms.protocol import BesideBase, ExpertForm, register
-from moe_jax.experts.linear import apply_ffn, ffn_linears
+from moe_jax.experts.linear import apply_ffn, ffn_linears, of_one_layer
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, uniform_factor
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.keys import dropout, fold_in
@@ -68,10 +67,10 @@ class Adapters(nnx.Module):
 
     def _own(self) -> tuple[Float[Array, "M d r"], Float[Array, "M r d"]]:
         """Returns the adapters of the layer alone."""
+        down, up = self.down[...], self.up[...]
         if self.places is None:
-            return self.down[...], self.up[...]
-        own = partial(lax.dynamic_slice_in_dim, start_index=self.places[0], slice_size=self.num_adapters)
-        return own(self.down[...]), own(self.up[...])
+            return down, up
+        return of_one_layer(down, self.places[...]), of_one_layer(up, self.places[...])
 
 
 class AdapterBank(ExpertBank):

@@ -10,7 +10,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -22,7 +21,7 @@ from moe_jax.experts.forms.coding import CodedJointly, own_of
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.whole import Full, whole_form
 from moe_jax.experts.hidden_rows import FFNs, Kernels
-from moe_jax.experts.linear import BIAS, Leaves, ffn_linears, lora_for
+from moe_jax.experts.linear import BIAS, Leaves, ffn_linears, lora_for, of_one_layer
 from moe_jax.experts.over_mesh import apply_experts
 from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices, shapes_of
 from moe_jax.experts.strategy import check_strategy, choose_strategy, strategy_from_environment
@@ -248,7 +247,7 @@ class KernelBank(ExpertBank):
         if strategy != "factored-side-by-side":
             return renumbered(routing, places), experts
         # Experts that can be side by side are so in every layer, with consecutive places.
-        own = partial(lax.dynamic_slice_in_dim, start_index=places[0], slice_size=self.num_experts)
+        own = partial(of_one_layer, places=places)
         arrays = {
             name: {path: own(array) for path, array in kernel.arrays.items()}
             for name, kernel in experts.kernels.items()

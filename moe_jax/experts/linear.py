@@ -5,7 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, UInt16
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped, UInt16
 
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.protocol import KernelForm
@@ -22,6 +23,11 @@ class Fixed(nnx.Variable):
 
 class OfAllLayers(Fixed):
     """An array of all layers that are stacked, which a loop over them gives to every turn as it is."""
+
+
+def of_one_layer(array: Shaped[Array, "N ..."], places: Int[Array, " n"]) -> Shaped[Array, "n ..."]:
+    """Returns the part of an array of all layers that one layer has, whose places in it follow one another."""
+    return lax.dynamic_slice_in_dim(array, places[0], places.shape[0])
 
 
 def taken(variable: nnx.Variable) -> Any:

@@ -45,30 +45,31 @@ def join_alike_layers(model: Decoder) -> bool:
 
     The config of its layers says from then on what they have in common.
 
+    Args:
+      model: which `has_layers_of_config`.
+
     Returns:
       Whether it was done: not on other devices, or if there are no such layers, or kernels with too many forms, or
-      layers that the config does not describe.
+      layers that differ in more than these.
     """
     segments, mesh = alike_segments(model.config), mesh_of(nnx.state(model))
     if segments is None or current_chip().platform != "cpu" or (mesh is not None and mesh.size > 1):
         return False
-    if not has_layers_of_config(model):
-        return False
-    blocks: list[Any] = [block for single in unstacked(model).stack.segments for block in single.blocks]
+    # Other modules with the same variables: a model that is not joined keeps its configs.
+    blocks: list[Any] = [
+        nnx.merge(*nnx.split(block)) for single in unstacked(model).stack.segments for block in single.blocks
+    ]
     every = [
         [blocks[segment.layer(repeat, place)] for repeat in range(segment.repeats)]
         for segment in segments
         for place in range(len(segment.pattern))
     ]
     layers = [layer for segment in segments for layer in segment.pattern * segment.repeats]
-    moes = {number: block.mlp for number, block in enumerate(blocks) if isinstance(getattr(block, "mlp", None), MoE)}
-    own_configs = {number: moe.config for number, moe in moes.items()}
-    for number, moe in moes.items():
-        moe.config = layers[number].mlp  # what they have in common
+    for block, layer in zip(blocks, layers, strict=True):
+        if isinstance(getattr(block, "mlp", None), MoE):
+            block.mlp.config = layer.mlp
     joins = [joining(own) for own in every]
     if None in joins:
-        for number, moe in moes.items():
-            moe.config = own_configs[number]
         return False
     made: list[Any] = [join() for join in joins if join is not None]
     for block in made:

@@ -45,8 +45,8 @@ def stream(
     depend on its neighbours.
 
     The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again,
-    unless they are codes (`layer_loop`). Those of a model that is unstacked (`load_model(..., stacked=False)`) are not,
-    unless they differ in the forms of their kernels alone: these are copied to be joined (`alike_layers`).
+    unless they go in a loop (`layer_loop`). Those of a model that is unstacked (`load_model(..., stacked=False)`) are
+    not, unless they differ in the forms of their kernels alone: these are copied to be joined (`alike_layers`).
 
     Args:
       model: the decoder.

@@ -205,11 +205,8 @@ def test_layers_that_differ_otherwise_are_not_alike():
     config = model(WITHOUT_BASE).config
     assert alike_segments(config) is not None
     layer = config.layers[0]
-    over_base, lacks_gate = (
-        OVER_BASES[0],
-        BankConfig(kind="low-rank", rank=2, base_codes=BaseCodes(code="4", gate_bits=0)),
-    )
-    assert stand_in(over_base) != stand_in(lacks_gate)
+    lacks_gate = BankConfig(kind="low-rank", rank=2, base_codes=BaseCodes(code="4", gate_bits=0))
+    assert stand_in(OVER_BASES[0]) != stand_in(lacks_gate)
     others = [
         dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, top_k=1)),
         dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=BankConfig())),
