@@ -24,8 +24,8 @@ _MOST_COPIED = 1 / 8
 """Share of the bytes that a token is multiplied with that may be copied: of LoRA next to nothing is noticed, of whole
 kernels that are a seventh, 2 to 8 % more time."""
 _MOST_BESIDE_NF4 = 6
-"""Bytes that may be copied for a byte of kernels in NF4. LoRA of rank 256 has 5.7 on SmolLM2's maps, where a token takes
-0.88 of the time that it takes by single layers, and with LoRA of rank 64 0.85."""
+"""Bytes that may be copied for a byte of kernels in NF4. LoRA of rank 256 has 5.7 on SmolLM2's maps: a token then takes
+0.88 of its time by single layers, and with LoRA of rank 64 0.85."""
 _CODES = (jnp.uint8, jnp.uint16)
 
 
