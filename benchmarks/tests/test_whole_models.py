@@ -76,7 +76,7 @@ def _asked(monkeypatch, results, tmp_path, *, refused=(), fingerprint="f", **opt
         done.append((label, draw))
         if label in refused:
             return {REFUSED: "no such thing"}
-        about = {"fingerprint": task.fingerprint} if entry is None else {}
+        about = {"fingerprint": task.fingerprint, "weights": 80, "experts": 4} if entry is None else {}
         both = {"losses": dict.fromkeys(TEXTS, 1.0), "kl": dict.fromkeys(TEXTS, 0)}
         return {"bytes": 1, "bits_per_weight": 1.0} | both | about
 
@@ -118,17 +118,23 @@ def test_it_stops_in_time_and_does_what_is_named(monkeypatch, results, tmp_path)
 
 
 def test_another_training_of_a_model_has_a_whole_model_of_its_own(monkeypatch, results, tmp_path):
-    one, other = PEERS[0].label, PEERS[1].label
-    assert _asked(monkeypatch, results, tmp_path, only=[one])[0] == [(WHOLE, 0), (one, 0)]
-    assert _asked(monkeypatch, results, tmp_path, only=[one, other], fingerprint="g")[0] == [(WHOLE, 0), (other, 0)]
+    alike, calibrated = PEERS[0].label, next(entry.label for entry in ENTRIES if entry.calibrated)
+    some = {"only": [alike, calibrated]}
+    assert _asked(monkeypatch, results, tmp_path, **some, draws=1)[0] == [(WHOLE, 0), (alike, 0), (calibrated, 0)]
+    done, finished = _asked(monkeypatch, results, tmp_path, **some, fingerprint="g")
+    # The codes that need no text are made once of this training, too.
+    assert finished and done == [(WHOLE, 0), (alike, 1), (calibrated, 1), (calibrated, 2)]
     wholes = results.get(MODELS, "a", WHOLE)
     assert {number: whole["fingerprint"] for number, whole in wholes.items()} == {"0": "f", "1": "g"}
-    assert _asked(monkeypatch, results, tmp_path, only=[one, other]) == ([], True)
+    runs = results.get(MODELS, "a", calibrated)
+    assert {draw: run.get(study.TRAINING) for draw, run in runs.items()} == {"0": None, "1": 1, "2": 1}
+    assert _asked(monkeypatch, results, tmp_path, **some) == ([], True)
 
 
-def test_results_of_another_model_are_not_gone_on_with(monkeypatch, results, tmp_path):
+@pytest.mark.parametrize(("key", "value"), [("experts", 8), ("losses", dict.fromkeys(TEXTS, 1.1))])
+def test_results_of_another_model_are_not_gone_on_with(monkeypatch, results, tmp_path, key, value):
     _asked(monkeypatch, results, tmp_path, only=[])
-    results.get(MODELS, "a", WHOLE, "0")["losses"][TEXTS[0]] += 0.01
+    results.get(MODELS, "a", WHOLE, "0")[key] = value
     with pytest.raises(SystemExit, match="of another model"):
         _asked(monkeypatch, results, tmp_path, fingerprint="g")
 
@@ -147,6 +153,19 @@ def test_what_is_added_is_that_over_the_whole_model_of_its_training(results):
     assert tables(results)["a"] != before
     run[study.TRAINING] = 1
     assert tables(results)["a"] == before
+
+
+def test_draws_of_several_trainings_are_compared_within_each(results):
+    label = PEERS[0].label
+    assert not PEERS[0].calibrated
+    ours = f"allocate, bytes of {label}"
+    _scored(results, {label: [np.full(9, 2.0), np.full(9, 2.5)], ours: [np.full(9, 1.5), np.full(9, 2.25)]})
+    results.put(MODELS, "a", WHOLE, "1", value=results.get(MODELS, "a", WHOLE, "0"))
+    start = f"{PEERS[0].whose}: {label}"
+    assert _cells(tables(results)["a, against"], start)[5] == "-0.5000, +0.2500"
+    for entry in (label, ours):
+        results.get(MODELS, "a", entry, "1")[study.TRAINING] = 1
+    assert _cells(tables(results)["a, against"], start)[5] == "-0.5000, -0.2500"
 
 
 def test_a_peer_without_an_allocation_of_its_bytes_stands_beside_the_largest_smaller_one(results):

@@ -227,12 +227,18 @@ def _largest_below(theirs: Point | None, name: str, every: Sequence[Point]) -> P
 
 
 def _more_by_draw(one: Point, other: Point, key: str) -> str:
-    """What one has more than another, draw by draw; nothing if there is but one. What is not calibrated has one draw
-    to stand beside all."""
+    """What one has more than another, draw by draw; nothing if there is but one."""
     these, those = one.by_draw(key), other.by_draw(key)
-    more = [value - those[draw if other.entry.calibrated else "0"] for draw, value in these.items()
-            if draw in those or not other.entry.calibrated]  # fmt: skip
+    more = [value - those[beside] for draw, value in these.items() if (beside := _draw_beside(one, draw, other))]
     return ", ".join(f"{value:+.4f}" for value in more) if len(more) > 1 else ""
+
+
+def _draw_beside(one: Point, draw: str, other: Point) -> str | None:
+    """The draw of another entry that stands beside a draw: of the same training, and of the same text to calibrate
+    with, if both are calibrated; None if there is none."""
+    training = one.runs[draw].get(TRAINING, 0)
+    same = [number for number, run in other.runs.items() if run.get(TRAINING, 0) == training]
+    return next((number for number in same if number == draw or not other.entry.calibrated), None)
 
 
 def more_divergence(one: Point, other: Point) -> Effect:

@@ -16,12 +16,13 @@ NAME = "whole_models"
 MODELS = "models"
 REFUSED = "refused"
 TRAINING = "training"
-SAME = 0.003
-"""Nats per token that the losses of models of one training may differ."""
+SAME = 0.02
+"""Nats per token that the losses of two trainings of one model may differ."""
 
 
 class WholeModelsFile(ResultsFile):
-    """`OUT/whole_models.json`: under `models`, by model, entry and draw, what `measured` gives."""
+    """`OUT/whole_models.json`: under `models`, by model, entry and draw, what `measured` gives, and `training`: the
+    number of the training of its model, if it is not the first. The whole model lies by the number of the training."""
 
     names_at: ClassVar[dict[str, int]] = {MODELS: 1}
 
@@ -35,6 +36,8 @@ def do_entries(
 ) -> bool:
     """Does what is not done: of every model the first draw of all entries, then the second, and so on.
 
+    What is not calibrated has one draw of every training of the model.
+
     Args:
       tasks: the models, the most important first.
       results: what is done; every result is stored as soon as it is there.
@@ -47,13 +50,16 @@ def do_entries(
     """
     for draw in DRAWS[:draws]:
         for task in tasks:
+            training = _training(task, results)
             for entry in _open(task, results, only, draw):
                 if time.monotonic() > until:
                     return False
-                label, number = (WHOLE, _training(task, results)) if entry is None else (entry.label, draw)
+                label, number = (WHOLE, training) if entry is None else (entry.label, draw)
                 found = measured(task, entry, draw, results)
                 if entry is None:
                     _check_same_model(task, found, results)
+                elif training:
+                    found[TRAINING] = training
                 results.put(MODELS, task.name, label, str(number), value=found)
                 print(f"{task.name}, {label}, draw {draw}: {_line(found)}", flush=True)
     return True
@@ -62,8 +68,9 @@ def do_entries(
 def _training(task: Task, results: WholeModelsFile) -> int:
     """Returns the number of the training that a model is of.
 
-    The same training gives models that differ a little on processors that round sums otherwise, and one machine does
-    not keep a model for another. So the results of a model may be of several trainings, each with its whole model.
+    The same steps give another model on a processor that rounds sums otherwise, as another seed would, and one machine
+    does not keep a model for another. So the results of a model may be of several trainings. Each has its whole model,
+    and only what is added to the loss of that is compared.
     """
     wholes = results.get(MODELS, task.name, WHOLE) or {}
     known = [whole["fingerprint"] for whole in wholes.values()]
@@ -71,22 +78,25 @@ def _training(task: Task, results: WholeModelsFile) -> int:
 
 
 def _check_same_model(task: Task, whole: dict[str, Any], results: WholeModelsFile) -> None:
-    """Raises `SystemExit` if a whole model loses more or less than the same training did before."""
+    """Raises `SystemExit` if a whole model is no training of the model that results are there of."""
     first = results.get(MODELS, task.name, WHOLE, "0") or whole
-    if any(abs(loss - first["losses"][text]) > SAME for text, loss in whole["losses"].items()):
+    other_shape = any(whole[key] != first[key] for key in ("weights", "experts"))
+    if other_shape or any(abs(loss - first["losses"][text]) > SAME for text, loss in whole["losses"].items()):
         raise SystemExit(f"the results of {task.name} are of another model than {task.model}; take them out first")
 
 
 def _open(task: Task, results: WholeModelsFile, only: Sequence[str] | None, draw: int) -> Iterator[Entry | None]:
     """Entries that are not done; None stands for the model as it is."""
-    if results.get(MODELS, task.name, WHOLE, str(_training(task, results))) is None:
+    training = _training(task, results)
+    if results.get(MODELS, task.name, WHOLE, str(training)) is None:
         yield None
     for entry in ENTRIES:
         if only is not None and entry.label not in only:
             continue
-        if results.get(MODELS, task.name, entry.label, str(draw)) is None and (entry.calibrated or draw == 0):
-            refused = results.get(MODELS, task.name, entry.label, "0", REFUSED)
-            if refused is None and (entry.beside is None or _room(task, entry, results)):
+        runs = results.get(MODELS, task.name, entry.label) or {}
+        needed = entry.calibrated or training not in {run.get(TRAINING, 0) for run in runs.values()}
+        if needed and str(draw) not in runs and REFUSED not in runs.get("0", {}):
+            if entry.beside is None or _room(task, entry, results):
                 yield entry
 
 
@@ -100,9 +110,8 @@ def measured(task: Task, entry: Entry | None, draw: int, results: WholeModelsFil
 
     Returns:
       bytes: of its tensors as stored. bits_per_weight: of the whole model. seconds: that it took to make. room: the
-      bytes that it was to have at most, if any. note: versions of what made it. training: which one the model is of,
-      if it is not the first. What `scores` gives; of later draws no windows and no prompts. Or `refused` alone: why
-      there is no such model.
+      bytes that it was to have at most, if any. note: versions of what made it. What `scores` gives; of later draws no
+      windows and no prompts. Or `refused` alone: why there is no such model.
     """
     if entry is None:
         path, about = task.model, {"weights": task.weights, "experts": task.experts, "sizes": vars(task.sizes)}
@@ -118,7 +127,6 @@ def measured(task: Task, entry: Entry | None, draw: int, results: WholeModelsFil
     seconds = round(time.monotonic() - start, 1)
     found = _sized(task, target) | {"seconds": seconds, "note": note} | ({"room": room} if room else {})
     found |= scores(task, target, probes=draw == 0, asked=draw == 0 and entry.asked)
-    found |= {TRAINING: training} if (training := _training(task, results)) else {}
     if draw:
         del found["window_losses"], found["window_kl"]
     _remove(target)
