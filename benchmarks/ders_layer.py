@@ -35,7 +35,8 @@ from evidence.results import RESULTS, Figures
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
 from moe_jax.functional.dense import ffn
-from moe_jax.functional.routing import Routing, route
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.token_choices import Routing
 
 D_MODEL, HIDDEN, EXPERTS, TOKENS = 1024, 2816, 8, 4096
 FFN = FFNConfig(dim=HIDDEN)

@@ -31,7 +31,7 @@ from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
 from moe_jax.experts.forms import Quantized
 from moe_jax.functional.group_loops import of_this_turn
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.generation.arrange import arrange
 
 ROWS = (1, 4, 16)

@@ -127,7 +127,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.functional.position_embeddings import QueryScaleConfig as QueryScaleConfig
     from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
-    from moe_jax.functional.routing import route as route
+    from moe_jax.functional.routing.route import route as route
     from moe_jax.generation.spec import GenerateSpec as GenerateSpec
     from moe_jax.models import AttentionConfig as AttentionConfig
     from moe_jax.models import DeltaRuleConfig as DeltaRuleConfig

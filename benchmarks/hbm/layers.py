@@ -12,7 +12,7 @@ from moe_jax.experts.devices import Platform, current_chip
 from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import cheapest, strategy_costs
 from moe_jax.functional.dense import ffn
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 
 DTYPE = jnp.dtype("bfloat16")
 TOKENS = 8192

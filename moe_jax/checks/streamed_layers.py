@@ -16,7 +16,8 @@ from moe_jax.experts.coded_table import CodedTable
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.shapes import Matrix, shapes_of
 from moe_jax.functional.position_embeddings import bias_by_distance
-from moe_jax.functional.routing import RouterStats, Routing
+from moe_jax.functional.routing.router_stats import RouterStats
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.models import LayerConfig, ModelConfig
 from moe_jax.models.linear_codes import EMBED, EMBEDDING, codes_of
 from moe_jax.nn.block import make_layer

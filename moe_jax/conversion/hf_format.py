@@ -25,7 +25,7 @@ from moe_jax.core.finite import cast
 from moe_jax.core.formatting import count_bytes, show_bytes
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.model_io.in_memory import ModelInMemory
 from moe_jax.model_io.loading import FURTHER, check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource

@@ -19,7 +19,7 @@ from moe_jax.experts.linear import apply_ffn, ffn_linears, of_one_layer
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, uniform_factor
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.keys import dropout, fold_in
-from moe_jax.functional.routing import Routing, renumbered
+from moe_jax.functional.routing.token_choices import Routing, renumbered
 
 
 class Adapters(nnx.Module):

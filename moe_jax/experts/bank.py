@@ -27,7 +27,7 @@ from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices, 
 from moe_jax.experts.strategy import check_strategy, choose_strategy, strategy_from_environment
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.routing import Routing, renumbered
+from moe_jax.functional.routing.token_choices import Routing, renumbered
 
 
 class ExpertBank(Summarised, abc.ABC):

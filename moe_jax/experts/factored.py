@@ -27,7 +27,7 @@ from moe_jax.experts.hidden_rows import FFNs, Kernels
 from moe_jax.experts.over_mesh import biases_once
 from moe_jax.functional.dense import Product, hidden, linear, product_of_float32
 from moe_jax.functional.gated import Projection, down_projection_inputs, hidden_products, low_rank_hidden
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.functional.token_dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 
 OfBase = Mapping[str, Float[Array, "T f"]]

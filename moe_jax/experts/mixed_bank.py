@@ -19,7 +19,7 @@ from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.hidden_rows import FFNs, Kernels
 from moe_jax.experts.shapes import Matrix, Split
-from moe_jax.functional.routing import NO_EXPERT, Routing, renumbered
+from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing, renumbered
 
 MAX_PARTS = 4
 

@@ -34,7 +34,7 @@ from moe_jax.experts.exchange import (
     send_back,
 )
 from moe_jax.experts.hidden_rows import FFNs, Kernels, hidden_rows
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.functional.token_dispatch import Order, combine, dispatch, part_of, sort_by_expert
 
 FURTHER_ROUNDS = "further_rounds"

@@ -73,12 +73,12 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.functional.head_chunks import LossAxes as LossAxes
     from moe_jax.functional.position_embeddings import apply_rope as apply_rope
     from moe_jax.functional.position_embeddings import rope_tables as rope_tables
-    from moe_jax.functional.routing import Gate as Gate
-    from moe_jax.functional.routing import RouterStats as RouterStats
-    from moe_jax.functional.routing import Routing as Routing
-    from moe_jax.functional.routing import Selection as Selection
-    from moe_jax.functional.routing import register_gate as register_gate
-    from moe_jax.functional.routing import route as route
+    from moe_jax.functional.routing.gates import Gate as Gate
+    from moe_jax.functional.routing.gates import Selection as Selection
+    from moe_jax.functional.routing.gates import register_gate as register_gate
+    from moe_jax.functional.routing.route import route as route
+    from moe_jax.functional.routing.router_stats import RouterStats as RouterStats
+    from moe_jax.functional.routing.token_choices import Routing as Routing
     from moe_jax.functional.sampling import sample as sample
     from moe_jax.functional.synthesis import Tiles as Tiles
     from moe_jax.functional.synthesis import synthesised_matmul as synthesised_matmul

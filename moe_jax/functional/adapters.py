@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.functional.dense import linear
 from moe_jax.functional.grouped import grouped_matmul
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.functional.token_dispatch import combine, dispatch, sort_by_expert
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.dense import hidden, linear
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.functional.token_dispatch import weighted_sum
 from moe_jax.kernels.by_platform import Bound, by_platform
 from moe_jax.kernels.tpu.fused_tile import FusedTile

@@ -7,14 +7,9 @@ from moe_jax.core.errors import InputError, check_member, check_number, check_po
 from moe_jax.core.formatting import short_repr
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.routing import (
-    BALANCE_CHOICES,
-    GATE_BESIDE,
-    GATES,
-    GROUP_SCORES,
-    UNIVERSAL,
-    weights_are_constant,
-)
+from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, weights_are_constant
+from moe_jax.functional.routing.route import BALANCE_CHOICES
+from moe_jax.functional.routing.universal import GATE_BESIDE, UNIVERSAL
 from moe_jax.models.own_parts import LINEAR, ROUTERS
 
 VARIANTS = ("routed", "embedded", "dense", "single")
@@ -40,7 +35,7 @@ class PerftConfig:
       adapter: the form of each adapter.
       num_experts: M; for `embedded`, the number of experts of the MoE.
       top_k: adapters per token K; for `routed` only.
-      gate: gate of the router of `routed`, one of `functional.routing.GATES`.
+      gate: gate of the router of `routed`, one of `functional.routing.gates.GATES`.
       balance_coef, z_coef: of that router's auxiliary losses.
     """
 

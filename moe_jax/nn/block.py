@@ -13,7 +13,7 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.experts.linear import Fixed, Linear
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.layer_config import LayerConfig
 from moe_jax.models.moe_config import MoEConfig

@@ -13,7 +13,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts.linear import OfAllLayers
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.kernels.by_platform import PRODUCT
 from moe_jax.nn.block import Block
 from moe_jax.nn.context import Cache, Context, FixedContext

@@ -18,7 +18,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError, check_member, shown
-from moe_jax.functional.routing import check_shape
+from moe_jax.functional.array_shapes import check_shape
 from moe_jax.models.config import ModelConfig
 
 Batch = Mapping[str, Array]

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError, shown
-from moe_jax.functional.routing import check_shape
+from moe_jax.functional.array_shapes import check_shape
 from moe_jax.nn.inputs import as_array, is_traced
 
 OFF = -1e9

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts.bank import ExpertBank
-from moe_jax.functional.routing import check_shape
+from moe_jax.functional.array_shapes import check_shape
 
 _Key = str | int
 

@@ -19,20 +19,12 @@ from moe_jax.experts.linear import Fixed, Leaves
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
-from moe_jax.functional.routing import (
-    NO_EXPERT,
-    RouterStats,
-    Routing,
-    Selection,
-    add_choice,
-    add_noise,
-    add_weighted,
-    check_shape,
-    coder_logits,
-    route,
-    universal_weight,
-    weighted_inputs,
-)
+from moe_jax.functional.array_shapes import check_shape
+from moe_jax.functional.routing.gates import Selection
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.router_stats import RouterStats
+from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing, add_choice, weighted_inputs
+from moe_jax.functional.routing.universal import add_noise, add_weighted, coder_logits, universal_weight
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.moe_config import MoEConfig, PerftConfig
 from moe_jax.models.own_parts import LINEAR, ROUTERS

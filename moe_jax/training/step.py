@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import batch_spec
 from moe_jax.evaluation.held_out import run_to_head
 from moe_jax.functional.keys import round_stochastically
-from moe_jax.functional.routing import means_of, sums_of
+from moe_jax.functional.routing.router_stats import means_of, sums_of
 from moe_jax.nn import Decoder
 from moe_jax.nn.further.further_loss import further_loss
 from moe_jax.nn.inputs import Batch, as_ids, targets_and_weights

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.core.errors import InputError, flag_of, raise_if_any
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import ModelConfig, MoEConfig, SelectionConfig
 from moe_jax.models.own_parts import LINEAR
 from moe_jax.upcycling.spec import UpcycleSpec

@@ -21,7 +21,7 @@ from moe_jax.experts.shapes import FFNConfig
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.model_io.in_memory import Destination, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry

@@ -17,7 +17,7 @@ from moe_jax.core.draws import DROPPED, NOISE, REDRAWN, ROUTER, draw_positions, 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.on_host import leaves_from_dense
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import MoEConfig
 from moe_jax.models.own_parts import LINEAR, ROUTERS
 from moe_jax.upcycling.spec import UpcycleSpec

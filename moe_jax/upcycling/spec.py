@@ -294,7 +294,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
     @property
     def weighting(self) -> str:
-        """The gate: one of `functional.routing.GATES`."""
+        """The gate: one of `functional.routing.gates.GATES`."""
         return self.gate or "topk_softmax"
 
     @property
@@ -377,7 +377,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     def _check_registered(self) -> None:
         """Checks the names of parts that may be the user's own; only for these is JAX imported."""
         if self.gate is not None and self.gate not in _GATES:
-            from moe_jax.functional.routing import GATES
+            from moe_jax.functional.routing.gates import GATES
 
             if ":" not in str(self.gate) and self.gate not in GATES.own():
                 check_member("gate", self.gate, (*_GATES, *GATES.own()))

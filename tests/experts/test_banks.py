@@ -26,7 +26,7 @@ from moe_jax.experts.forms.optional import costs_by_strategy
 from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.experts.shapes import Load, ffn_matrices
 from moe_jax.experts.strategy import choose_strategy, strategy_costs, strategy_on
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.functional.sparse.by_entry import entry_rows
 from tests.support.numerics import assert_close, from_csr, made_at_once, randomised
 from tests.support.references import experts_reference

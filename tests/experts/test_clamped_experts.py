@@ -25,7 +25,7 @@ from moe_jax.experts.forms.protocol import registered
 from moe_jax.experts.shapes import Load, LoRAConfig
 from moe_jax.experts.strategy import strategy_costs
 from moe_jax.functional import gated, synthesis
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from tests.support.numerics import randomised
 from tests.support.tiers import examples, one_in
 

@@ -18,7 +18,7 @@ from moe_jax.experts.forms import Quantized
 from moe_jax.experts.shapes import Matrix, Window
 from moe_jax.functional import synthesis
 from moe_jax.functional.few_rows import blocks, packed_codes
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from tests.experts.code_reference import decoded
 from tests.support.numerics import assert_close, normal, randomised
 from tests.support.tiers import examples, long, one_in

@@ -26,7 +26,7 @@ from moe_jax.experts.linear import Linear
 from moe_jax.experts.on_host import base_kernel, base_leaves, expert_kernels, leaves_from_dense
 from moe_jax.experts.shapes import Load, Matrix, ffn_matrices
 from moe_jax.experts.strategy import strategy_costs, strategy_on
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.models import MoEConfig
 from tests.support.numerics import assert_close, normal, randomised
 from tests.support.tiers import examples, long, one_in

@@ -17,7 +17,7 @@ from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
 from moe_jax.experts.exchange import AXIS, Buffer, Exchange, _send_fwd, make_plan, rounds_needed
 from moe_jax.functional.dense import ffn
-from moe_jax.functional.routing import NO_EXPERT, Routing
+from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing
 from tests.support.numerics import assert_close, randomised
 from tests.support.tiers import one_in
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.planning.hlo import Collectives, sums_by_kind, transfers
 from tests.support.tiers import long
 from tests.support.uncached import uncached

@@ -17,7 +17,7 @@ from moe_jax.experts.devices import sharded_product
 from moe_jax.experts.linear import Linear, ffn_linears
 from moe_jax.experts.shapes import Matrix
 from moe_jax.functional.keys import dropout, fold_in
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.nn import Head
 from tests.support.numerics import assert_close, made_at_once, normal, randomised

@@ -29,7 +29,7 @@ from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.protocol import register, unregister
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.dense import ffn
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, config_to_json

@@ -14,7 +14,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.functional.attention import attention
 from moe_jax.functional.attention_chunks import Visibility
 from moe_jax.functional.position_embeddings import QueryScaleConfig, scaled_queries
-from moe_jax.functional.routing import NO_EXPERT, Routing, weighted_inputs
+from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing, weighted_inputs
 from moe_jax.model_io.loading import load_model
 from moe_jax.models import AttentionConfig, config_from_json, config_to_json
 from moe_jax.nn import init_cache

@@ -8,7 +8,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.distributed.sharding import leaf_spec
-from moe_jax.functional.routing import route
+from moe_jax.functional.routing.route import route
 from moe_jax.models import config_from_json, config_to_json
 from tests.support.tiers import one_in
 

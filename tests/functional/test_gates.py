@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import GATES, Gate, Selection, choose, register_gate, route
+from moe_jax.functional.routing.gates import GATES, Gate, Selection, choose, register_gate
+from moe_jax.functional.routing.route import route
 from moe_jax.models import FFNConfig, MoEConfig
 from tests.support.numerics import normal
 from tests.support.tiers import long, one_in

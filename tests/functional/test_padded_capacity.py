@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import moe_jax
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import NO_EXPERT, route
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.token_choices import NO_EXPERT
 from moe_jax.models import config_from_json, config_to_json
 from moe_jax.nn import MoE
 from tests.support.tiers import examples

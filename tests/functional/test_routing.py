@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import NO_EXPERT, route
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.token_choices import NO_EXPERT
 from moe_jax.functional.token_dispatch import sort_by_expert
 from tests.support.numerics import normal
 from tests.support.tiers import examples

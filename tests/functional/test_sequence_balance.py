@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.functional.routing import means_of, route, sums_of
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.router_stats import means_of, sums_of
 from tests.support.tiers import long
 
 EXPERTS, TOP_K = 5, 2

@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.routing import (
-    GATE_BESIDE,
-    NO_EXPERT,
-    Routing,
-    add_choice,
-    add_noise,
-    coder_logits,
-    route,
-    universal_weight,
-)
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing, add_choice
+from moe_jax.functional.routing.universal import GATE_BESIDE, add_noise, coder_logits, universal_weight
 from tests.support.numerics import normal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")

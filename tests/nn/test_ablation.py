@@ -9,7 +9,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import SelectionConfig
 from moe_jax.nn import unstacked
 from tests.support.tiers import long

@@ -18,7 +18,8 @@ from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.devices import BATCH_AXES
 from moe_jax.functional.adapters import WAYS, routed_adapters
 from moe_jax.functional.keys import dropout
-from moe_jax.functional.routing import Routing, route
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.layers import FFN

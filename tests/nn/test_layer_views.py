@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import Quantized
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from tests.support.compilations import counting_compilations
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 from tests.support.tiers import long, one_in

@@ -21,7 +21,7 @@ from moe_jax.core.registry import Registry
 from moe_jax.distributed import own_rules
 from moe_jax.distributed.sharding import leaf_spec, make_mesh
 from moe_jax.experts.forms.protocol import unregister
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 from moe_jax.models import SelectionConfig
 from moe_jax.models.own_parts import LAYERS, ROUTERS

@@ -9,7 +9,7 @@ from flax import nnx
 
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import MoEConfig
 from moe_jax.models.moe_config import PerftConfig
 from moe_jax.nn.moe import MoE

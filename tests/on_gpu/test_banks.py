@@ -12,7 +12,7 @@ from moe_jax.experts.devices import Platform, current_chip
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import strategy_costs
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.token_choices import Routing
 from tests.on_gpu.measured import error, needs_gpu
 from tests.support.references import experts_reference
 

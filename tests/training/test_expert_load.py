@@ -9,7 +9,7 @@ from flax import nnx
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import measure_router_statistics
-from moe_jax.functional.routing import route
+from moe_jax.functional.routing.route import route
 from moe_jax.nn import Decoder, load_per_layer
 from moe_jax.nn import moe as moe_module
 from tests.support.numerics import initialised

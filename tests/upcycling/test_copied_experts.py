@@ -9,7 +9,8 @@ import pytest
 
 import moe_jax
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import Selection, route
+from moe_jax.functional.routing.gates import Selection
+from moe_jax.functional.routing.route import route
 from moe_jax.models import BankConfig, MoEConfig, PerftConfig, SelectionConfig
 from moe_jax.models.moe_config import AdapterConfig
 from moe_jax.upcycling import UpcycleSpec, upcycled_config

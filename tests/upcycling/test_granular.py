@@ -12,7 +12,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.checks.step0 import compare_logits
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import UpcycleSpec, moe_leaves, upcycled_config

@@ -9,7 +9,9 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.functional.routing import RouterStats, Routing, route
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.router_stats import RouterStats
+from moe_jax.functional.routing.token_choices import Routing
 from moe_jax.models import ModelConfig
 from moe_jax.nn.moe import Perft
 from moe_jax.peft.adapt import adapted_config

@@ -24,7 +24,7 @@ from moe_jax.kernels.tpu.parts import COLUMNS, dot, in_pieces
 
 if TYPE_CHECKING:
     from moe_jax.functional.gated import Projection
-    from moe_jax.functional.routing import Routing
+    from moe_jax.functional.routing.token_choices import Routing
 
 # Tokens of a block, from the longest.
 _TOKEN_BLOCKS = (1024, 512, 256, 128)

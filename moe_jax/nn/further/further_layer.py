@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.block import make_layer
 from moe_jax.nn.context import Context

@@ -14,7 +14,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import index_set
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.linear import Fixed
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.model_io.loading import FURTHER, disk_paths, further_number
 from moe_jax.nn import Decoder
 from moe_jax.nn.further.further_loss import further_routers

@@ -22,7 +22,7 @@ from moe_jax.compression.calibration.recording import (
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import lock_directory
-from moe_jax.functional.routing import route
+from moe_jax.functional.routing.route import route
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.tiers import one_in
 

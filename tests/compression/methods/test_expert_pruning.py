@@ -13,7 +13,7 @@ from moe_jax.compression.coding.storage import REMOVED, stored_bytes
 from moe_jax.compression.methods.fewer_experts import weighted_output_norms
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import route
+from moe_jax.functional.routing.route import route
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from moe_jax.models.moe_config import SelectionConfig

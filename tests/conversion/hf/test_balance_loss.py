@@ -12,7 +12,8 @@ import torch
 
 from moe_jax.conversion import read_hf_config
 from moe_jax.conversion.hf_config import with_balance_over, write_hf_config
-from moe_jax.functional.routing import RouterStats, route
+from moe_jax.functional.routing.route import route
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.models import config_from_json, config_to_json
 from moe_jax.models.segments import segments_of
 from moe_jax.nn import auxiliary_loss

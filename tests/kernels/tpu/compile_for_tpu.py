@@ -29,7 +29,7 @@ from moe_jax.experts.forms import Full, LowRank, Quantized  # noqa: E402
 from moe_jax.experts.forms.kernel_of_codes import NF4  # noqa: E402
 from moe_jax.experts.hidden_rows import FFNs, Kernels, hidden_rows  # noqa: E402
 from moe_jax.experts.shapes import BASE, Matrix  # noqa: E402
-from moe_jax.functional.routing import Routing  # noqa: E402
+from moe_jax.functional.routing.token_choices import Routing  # noqa: E402
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FORMS = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional.gated import Hidden, Projection, _fused_low_rank, low_rank_hidden
-from moe_jax.functional.routing import NO_EXPERT, Routing
+from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing
 from moe_jax.kernels.hardware import ANY_CORE
 from moe_jax.kernels.tpu import low_rank_hidden as kernel
 from tests.support.jaxprs import equations

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.models import FFNConfig, config_from_json, config_to_json
 from moe_jax.nn import Decoder
 from moe_jax.nn.moe import sum_of_losses

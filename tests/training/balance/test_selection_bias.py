@@ -13,7 +13,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import FFNConfig, SelectionConfig

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.router_stats import RouterStats
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import LayerConfig
 from moe_jax.training import metrics

@@ -14,7 +14,7 @@ from moe_jax.conversion.families.rope_keys import read_rope
 from moe_jax.conversion.families.windows import write_window
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.core.errors import InputError, shown
-from moe_jax.functional.routing import MIXER_JITTER
+from moe_jax.functional.routing.gates import MIXER_JITTER
 from moe_jax.models import ModelConfig, RopeConfig
 
 _SCALES = ("short_mscale", "long_mscale")

@@ -1,0 +1,1 @@
+"""Routing: which experts a token goes to, and with what weights. Always float32 (methods.md 1)."""
