@@ -17,7 +17,7 @@ MODELS = "models"
 REFUSED = "refused"
 TRAINING = "training"
 SAME = 0.02
-"""Nats per token that the losses of two trainings of one model may differ."""
+"""The share by which the losses of two trainings of one model may differ."""
 
 
 class WholeModelsFile(ResultsFile):
@@ -81,7 +81,7 @@ def _check_same_model(task: Task, whole: dict[str, Any], results: WholeModelsFil
     """Raises `SystemExit` if a whole model is no training of the model that results are there of."""
     first = results.get(MODELS, task.name, WHOLE, "0") or whole
     other_shape = any(whole[key] != first[key] for key in ("weights", "experts"))
-    if other_shape or any(abs(loss - first["losses"][text]) > SAME for text, loss in whole["losses"].items()):
+    if other_shape or any(abs(loss / first["losses"][text] - 1) > SAME for text, loss in whole["losses"].items()):
         raise SystemExit(f"the results of {task.name} are of another model than {task.model}; take them out first")
 
 
