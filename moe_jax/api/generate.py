@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_jax.api.measure import tokenizer_of, why_not_finite
 from moe_jax.api.model import Loading, Model, ModelOrPath, open_model, with_options
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.pictures.picture_messages import conversation_text, places_of, taken_pictures
@@ -18,7 +18,14 @@ from moe_jax.distributed.processes import is_first_process
 from moe_jax.generation.engine import SECONDS_SEEN
 from moe_jax.generation.pictures import given_picture, see_prompts
 from moe_jax.generation.spec import GenerateSpec, Picture
-from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, stream_texts
+from moe_jax.generation.texts import (
+    FIRST_BLOCK,
+    NonFiniteLogits,
+    OnText,
+    StreamedText,
+    check_in_vocabulary,
+    stream_texts,
+)
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 P = ParamSpec("P")
@@ -93,7 +100,9 @@ def _generate_verb(spec: Callable[P, GenerateSpec]) -> Callable[[Callable[..., A
 def generate(
     model: ModelOrPath, prompt: Prompt | Sequence[Prompt], spec: GenerateSpec
 ) -> Continuation | list[Continuation]:
-    """Continues a prompt, or several as one batch. A prompt's result does not depend on the others.
+    """Continues a prompt, or several as one batch. Greedy texts do not depend on the other prompts.
+
+    What is sampled depends on the seed, and on a prompt's place among the others.
 
     For a model with an encoder, the prompt is the input of the encoder, and the generated text is the answer to it.
 
@@ -117,11 +126,11 @@ def generate(
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: for an empty prompt, bad sampling options, a text or a stop string for a model without tokenizer, a
-        conversation for one without chat template, a picture for one that does not see or that cannot be read, another
-        number of pictures than of placeholders, or logits that are not finite.
+      InputError: for a prompt of another form or an empty one, bad sampling options, a text or a stop string for a
+        model without tokenizer, a conversation for one without chat template, a picture for one that does not see or
+        that cannot be read, another number of pictures than of placeholders, or logits that are not finite.
     """
-    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
+    single = _is_one(prompt)
     prompts: list[Any] = [prompt] if single else list(prompt)
     if not isinstance(model, Model):
         source = open_model(model)
@@ -236,13 +245,23 @@ def prompt_ids(prompt: Prompt, model: Model, *, pictures: bool = False) -> list[
         model.config.check_sees("pictures in prompts")
         text = conversation_text(messages, places_of(messages), template)
         return tokenizer.encode(text, pictures=True).tolist()
-    ids: Any = prompt
-    return [int(token) for token in ids]
+    given: Any = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else prompt
+    if not isinstance(given, Sequence) or not all(isinstance(token, int | np.integer) for token in given):
+        raise InputError(f"a prompt is {shown(prompt)}, expected a text, token ids or a conversation")
+    check_in_vocabulary(given, model.config.vocab_size)
+    return [int(token) for token in given]
 
 
-def is_conversation(prompt: Prompt) -> bool:
+def _is_one(prompt: Any) -> bool:
+    """Whether it is one prompt, and not several."""
+    if isinstance(prompt, str) or is_conversation(prompt) or not hasattr(prompt, "__len__"):
+        return True
+    return len(prompt) > 0 and (getattr(prompt[0], "ndim", None) == 0 or not hasattr(prompt[0], "__len__"))
+
+
+def is_conversation(prompt: Any) -> bool:
     """Whether a prompt is a list of messages."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def eos_ids(model: Model, *, chat: bool = False) -> tuple[int, ...]:

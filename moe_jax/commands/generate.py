@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class _Command(OneModel):
     """Continues prompts, or answers them: with a model that has an encoder, which is given the prompt.
 
-    Greedy unless a temperature is given; a prompt's result does not depend on the others. Why every text ended, and how
+    Greedy unless a temperature is given; greedy texts do not depend on the other prompts. Why every text ended, and how
     many tokens a second there were, is said on standard error.
     """
 
@@ -90,7 +90,8 @@ def run(options: _Command) -> None:
     if options.chat:
         if len(texts) == 1 and isinstance(texts[0], str) and wanted.images and MARK not in texts[0]:
             texts, wanted = [_about(wanted.images, texts[0])], dataclasses.replace(wanted, image=())
-        texts = [one if _is_messages(one) else [*system, {"role": "user", "content": one}] for one in texts]
+        texts = [one if _is_messages(one) else [{"role": "user", "content": one}] for one in texts]
+        texts = [one if one[0]["role"] == "system" else [*system, *one] for one in texts]
     prompts: list[Any] = [*texts, *map(_parse_ids, options.ids)]
     converses = options.chat and not prompts
     if not prompts and not converses:
@@ -379,6 +380,8 @@ def _lines() -> Iterator[str]:
     while True:
         try:
             line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input is not text in {error.encoding}: {error.reason}") from None
         except EOFError:
             print(file=sys.stderr)
             return

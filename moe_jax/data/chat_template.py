@@ -63,6 +63,7 @@ class ChatTemplate:
         self, source: str, *, special_tokens: Mapping[str, Any] | None = None, where: str = "the chat template"
     ):
         self.source, self._where, self.special_tokens = source, where, dict(special_tokens or {})
+        self._tried: dict[tuple[str, bool], int] = {}
         try:
             self._template = Template(source)
         except TemplateFails as error:
@@ -156,12 +157,39 @@ class ChatTemplate:
     @functools.cached_property
     def takes_parts(self) -> bool:
         """Whether contents are lists of parts, of texts and pictures, and not only texts. Found by writing one."""
-        parts = [{"type": "image"}, {"type": "text", "text": _NAME}]
+        parts = [{"type": "image"}, _text_part(_NAME)]
         with contextlib.suppress(TemplateFails):
             text = self._rendered([{"role": "user", "content": parts}], None, True).text
-            # A template for texts alone writes the list as Python or JSON do.
-            return _NAME in text and not any(f"{quote}type{quote}" in text for quote in "'\"")
+            return _NAME in text and not _holds_parts(text)
         return False
+
+    def _content_of(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns the content of a message, if any, in the form that the template takes: a text, or parts of one.
+
+        Data and clients have either, and a template that knows one form alone leaves the other out, or writes it as
+        Python does.
+        """
+        role, content = message["role"], message.get("content")
+        if isinstance(content, str):
+            if self._how_well(role, parts=True) > self._how_well(role, parts=False):
+                return {"content": [_text_part(content)]}
+        elif isinstance(content, list) and all(part["type"] == "text" for part in content):
+            if self._how_well(role, parts=False) > self._how_well(role, parts=True):
+                return {"content": "\n".join(part["text"] for part in content)}
+        return {}
+
+    def _how_well(self, role: str, *, parts: bool) -> int:
+        """How a role's text is written, alone or as the only part of a content: 2 well, 1 not at all, 0 with an error
+        or as a list of Python's. Found by writing one."""
+        if (role, parts) not in self._tried:
+            own = {"role": role, "content": [_text_part(_NAME)] if parts else _NAME}
+            question = {"role": "user", "content": [_text_part("a")] if parts else "a"}
+            messages = {"user": [own], "system": [own, question], "developer": [own, question]}
+            self._tried[role, parts] = 0
+            with contextlib.suppress(TemplateFails):
+                text = self._rendered(messages.get(role, [question, own]), None, role == "user").text
+                self._tried[role, parts] = 0 if _holds_parts(text) else 1 + (_NAME in text)
+        return self._tried[role, parts]
 
     def _checked_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
         """Returns tools as plain values; raises `InputError` if the template, as most, has no place for them."""
@@ -172,6 +200,7 @@ class ChatTemplate:
         return _Plain()(list(tools))
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> Written:
+        messages = [{**message, **self._content_of(message)} for message in messages]
         if any(message.get("tool_calls") for message in messages):
             messages = [self._with_arguments(message, number) for number, message in enumerate(messages, start=1)]
         try:
@@ -226,6 +255,15 @@ class ChatTemplate:
 _NAME, _KEY = "probed_name", "probed_key"
 _PROBE = {_KEY: "c"}
 _AS_TEXT = json.dumps(_PROBE)
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _holds_parts(text: str) -> bool:
+    """Whether parts were written as Python or JSON write them, by a template for texts alone."""
+    return any(f"{quote}type{quote}" in text for quote in "'\"")
 
 
 def _is_python(text: str) -> bool:
@@ -290,8 +328,8 @@ def _texts(content: Any, number: int, *, optional: bool, pictures: bool) -> list
     texts = [text for part in typed if isinstance(text := part.get("text"), str)]
     if any(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in parts):
         raise InputError(f"message {number} holds a picture, and pictures in messages are not supported; give its text")
-    if len(texts) < len(parts):
-        raise InputError(f"message {number} has the content {shown(content)}, expected a text")
+    if not isinstance(content, list | tuple) or len(texts) < len(parts):
+        raise InputError(f"message {number} has the content {shown(content)}, expected a text, or a list of its parts")
     return texts
 
 

@@ -32,7 +32,9 @@ def sample(
     share = jnp.broadcast_to(jnp.asarray(1.0 if top_p is None else top_p, logits.dtype), (rows,))
 
     def drawn() -> Int[Array, " B"]:
-        scaled = logits / jnp.where(heat > 0, heat, 1.0)[:, None]
+        # Below the largest, so that dividing by little makes no infinity of it.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = below / jnp.where(heat > 0, heat, 1.0)[:, None]
         if not (top_k is None and top_p is None):
             some = jnp.any((count < size) | (share < 1.0))
             scaled = jax.lax.cond(some, lambda: _most_likely(scaled, count, share), lambda: scaled)

@@ -4,12 +4,12 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import UInt8
 
-from moe_jax.core.errors import MAX_SIZE, InputError, is_finite
+from moe_jax.core.errors import MAX_SIZE, InputError, check_positive, is_finite, shown
 from moe_jax.core.verb_spec import Shown, Spec
 
 Picture = str | os.PathLike[str] | UInt8[np.ndarray, "H W 3"]
@@ -49,18 +49,17 @@ class GenerateSpec(Spec):
     a placeholder for each, <image>, and take them in order."""
 
     def __post_init__(self) -> None:
-        if not all(isinstance(one, str) and one for one in self.stops):
+        if not isinstance(self.stop, Sequence) or not all(isinstance(one, str) and one for one in self.stops):
             raise InputError("a stop string must be a text of at least one character")
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={self.max_new_tokens!r} must be at least 1")
-        if self.max_new_tokens > MAX_SIZE:
-            raise InputError(f"max_new_tokens={self.max_new_tokens!r} must be at most {MAX_SIZE:,}")
+        check_positive(self, "max_new_tokens", "top_k")
         if not (is_finite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature={self.temperature!r} must be 0 (greedy) or above")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k={self.top_k!r} must be at least 1, or left out")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p!r} must lie in (0, 1], or be left out")
+            raise InputError(f"temperature={shown(self.temperature)} must be 0 (greedy) or above")
+        if self.top_p is not None and not (is_finite(self.top_p) and 0 < self.top_p <= 1):
+            raise InputError(f"top_p={shown(self.top_p)} must lie in (0, 1], or be left out")
+        if not _is_integer(self.seed, -(1 << 63), (1 << 63) - 1):
+            raise InputError(f"seed={shown(self.seed)} must be an integer of 64 bits")
+        if not isinstance(self.stop_ids, Sequence) or not all(_is_integer(one, 0, MAX_SIZE) for one in self.stop_ids):
+            raise InputError(f"stop_ids={shown(self.stop_ids)} must be a list of token ids")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -74,3 +73,7 @@ class GenerateSpec(Spec):
         if isinstance(given, str | os.PathLike) or (isinstance(given, np.ndarray) and given.ndim == 3):
             return (given,)
         return tuple(given)
+
+
+def _is_integer(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= int(value) <= most

@@ -65,9 +65,8 @@ def stream(
     model.config.check_scores_tokens("generation")
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise InputError("generation needs at least one token in every prompt; give a text, or the BOS token")
-    vocab_size = model.config.vocab_size
-    if outside := sorted({token for prompt in prompts for token in prompt if not 0 <= token < vocab_size}):
-        raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
+    for prompt in prompts:
+        check_in_vocabulary(prompt, model.config.vocab_size)
     longest, max_new_tokens = max(map(len, prompts)), wanted.max_new_tokens
     engine = Engine(model, draws=wanted.temperature > 0)
     if model.config.has_encoder:
@@ -192,15 +191,22 @@ class StreamedText:
         if isinstance(self.ended_by, str):
             return ""
         held = self._held + new
-        found = [(held.find(stop), order) for order, stop in enumerate(self._stop) if stop in held]
+        # The first to be complete, as if characters came one by one, in however large pieces they come.
+        found = [(held.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in held]
         if found:
-            at, order = min(found)
-            self.ended_by = self._stop[order]
+            end, length, self.ended_by = min(found)
+            at = end + length
         else:
             at = len(held) if ends else len(held) - max((_overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[at:]
         self.text += held[:at]
         return held[:at]
+
+
+def check_in_vocabulary(prompt: Sequence[int], vocab_size: int) -> None:
+    """Raises `InputError` if a prompt has token ids that are none of the model's."""
+    if outside := sorted({token for token in prompt if not 0 <= token < vocab_size}):
+        raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
 
 
 def stream_texts(

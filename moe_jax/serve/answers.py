@@ -5,6 +5,7 @@ likely. Log-probabilities may differ by about 3e-6: with other numbers of rows, 
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class Answer:
             on_news=lambda news: _call(loop, self._news.put_nowait, news),
             temperature=request.temperature,
             top_p=request.top_p,
-            seed=request.seed,
+            seed=secrets.randbits(32) if request.seed is None else request.seed,
             stop_ids=stop_ids,
             scores=scores,
             scores_prompt=scores and request.echo,

@@ -21,6 +21,7 @@ from moe_jax.api.model import Model
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.generation.continued_rows import MOST_STOP_IDS
 from moe_jax.images.picture_files import PictureFolder
 from moe_jax.serve.access import Access
 from moe_jax.serve.answers import Answer, Piece, TokenTexts
@@ -71,6 +72,8 @@ class App(Starlette):
         # A long request is read beside short ones.
         self._short, self._long, self._reading = Lane(), Lane(), 0
         self._eos, self._chat_eos = eos_ids(model), eos_ids(model, chat=True)
+        if (ends := len({*self._eos, *self._chat_eos})) > MOST_STOP_IDS:
+            raise InputError(f"the model names {ends} tokens that end a text; at most {MOST_STOP_IDS} can be served")
         self._created = int(time.time())
         routes = [
             Route("/health", self._health),
@@ -212,7 +215,10 @@ class App(Starlette):
         if not wanted and not asked.echo:
             raise ProtocolError(400, "max_tokens=0 goes with echo", param="max_tokens")
         eos = self._chat_eos if asked.messages else self._eos
-        stop_ids = (*(() if asked.ignore_eos else eos), *asked.stop_ids)
+        stop_ids = tuple(dict.fromkeys((*(() if asked.ignore_eos else eos), *asked.stop_ids)))
+        if len(stop_ids) > MOST_STOP_IDS:
+            problem = f"{len(stop_ids)} tokens end the text, with the model's own; at most {MOST_STOP_IDS} are taken"
+            raise ProtocolError(400, problem, param="stop_token_ids")
         answers = [
             Answer(
                 asked,
@@ -249,6 +255,9 @@ class App(Starlette):
                     yield _event({**head, "choices": [], "usage": _usage(answers)})
             except ProtocolError as error:
                 yield _event(error.body())
+            except Exception as error:
+                yield _event(_failed(error).body())
+                raise  # so that it is logged
             yield "data: [DONE]\n\n"  # clients wait for it, whatever came before
 
         return _Stream(answers, events())
@@ -278,7 +287,7 @@ async def _merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]
             async for piece in answer.pieces():
                 queue.put_nowait((index, piece))
             queue.put_nowait(None)
-        except ProtocolError as error:
+        except Exception as error:  # whatever it is: somebody waits for the queue
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(forward(index, answer)) for index, answer in enumerate(answers)]
@@ -380,4 +389,8 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return _response(ProtocolError(500, f"the server failed: {type(error).__name__}"))
+    return _response(_failed(error))
+
+
+def _failed(error: Exception) -> ProtocolError:
+    return ProtocolError(500, f"the server failed: {type(error).__name__}")

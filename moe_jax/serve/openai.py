@@ -1,7 +1,6 @@
 """Requests of the OpenAI protocol, read and checked; for fields that are not read see `fields`."""
 
 import dataclasses
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +47,7 @@ class Request:
     max_tokens: int | None
     temperature: float
     top_p: float
-    seed: int
+    seed: int | None
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
     ignore_eos: bool
@@ -96,19 +95,12 @@ def read_chat(body: Any, *, sees: bool = False) -> Request:
         raise ProtocolError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     most = _integer(body, "max_tokens", None, 1, MAX_SIZE)  # the old name
     return Request(
-        messages=messages if pictures else list(map(_as_one_text, messages)),
+        messages=messages,
         pictures=pictures,
         max_tokens=_integer(body, "max_completion_tokens", most, 1, MAX_SIZE),
         logprobs=(top or 0) if wanted else None,
         **_common(body),
     )
-
-
-def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the parts of its text joined: clients send them, and few templates know them."""
-    if not isinstance(message.get("content"), list):
-        return message
-    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
 def model_of(body: Any) -> str:
@@ -130,7 +122,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "temperature": float(temperature),
         "top_p": float(top_p),
-        "seed": secrets.randbits(32) if seed is None else seed % (1 << 32),
+        "seed": None if seed is None else seed % (1 << 32),
         "stop": _stops(body.get("stop")),
         "stop_ids": _stop_ids(body),
         "ignore_eos": _boolean(body, "ignore_eos"),

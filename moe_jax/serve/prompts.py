@@ -51,6 +51,8 @@ class PromptReader:
             ids, begins = self._tokens_of(given, "prompt")
             self._check_reads_only(ids, "prompt")
             bos = [] if self._tokenizer.bos is None else [self._tokenizer.bos]  # it is no part of the text
+            if not bos and not ids:
+                raise _refused("prompt", "it has no tokens")
             if echo and self._text_of(ids) == given:
                 begins = self._begins(ids)  # exact where the library is not: it counts no space at a token's end to it
             return Prompt([*bos, *ids], given, [*[0] * len(bos), *begins]) if echo else Prompt([*bos, *ids])
@@ -73,6 +75,8 @@ class PromptReader:
         except InputError as error:
             raise self._error(error, "messages") from None
         ids = self._tokens_of(text, "messages")[0]
+        if not ids:
+            raise _refused("messages", "it has no tokens, for the chat template writes none")
         self._check_reads_only(ids, "messages")
         return Prompt(ids)
 

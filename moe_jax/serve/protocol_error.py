@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from moe_jax.core.errors import clipped
+
 
 class ProtocolError(Exception):
     """A request that is answered with an error: status of HTTP, message for people, the field at fault, a code."""
@@ -14,4 +16,6 @@ class ProtocolError(Exception):
         """The error in OpenAI's form."""
         kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         kind = "server_error" if self.status >= 500 else kind
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        # A name that a client made up may be long, and hold halves of characters, which no answer can.
+        param = self.param and clipped(self.param.encode("utf-8", "backslashreplace").decode())
+        return {"error": {"message": self.message, "type": kind, "param": param, "code": self.code}}

@@ -78,9 +78,19 @@ def test_conversations_from_a_file(model, tmp_path, capsys):
     assert [entry["prompt_ids"] for entry in entries] == [[BOS, *b"u:a\na:b\nu:c\na:"], [BOS, *b"d"]]
     entries = json.loads(command(capsys, model, "--chat", "--prompts-file", file, "--json", "--max-new-tokens", 1))
     assert entries[1]["prompt_ids"] == [BOS, *b"u:d\na:"]
+    how = ("--chat", "--system", "s", "--prompts-file", file, "--json", "--max-new-tokens", 1)
+    entries = json.loads(command(capsys, model, *how))
+    assert [entry["prompt_ids"][1:7] for entry in entries] == [[*b"s:s\nu:"]] * 2
     file.write_text('{"messages": [{"role": "usr", "content": "a"}]}')
     assert cli.main(["generate", str(model), "--prompts-file", str(file)]) == 2
     assert "some.jsonl, line 1: message 1 has the role 'usr' (did you mean 'user'?)" in capsys.readouterr().err
+
+
+def test_lines_that_are_no_text_are_one_line(model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8", errors="strict"))
+    assert cli.main(["generate", str(model), "--chat"]) == 2
+    err = capsys.readouterr().err
+    assert "not text in utf-8" in err and "Traceback" not in err
 
 
 def test_answers_are_given_all_that_was_said_before(model, monkeypatch, capsys):

@@ -165,6 +165,7 @@ def test_a_template_that_is_none_is_one_line(tmp_path, content, complaint):
         ([{"content": "a"}], "message 1 has the role"),
         ([*TURNS[:1], {"role": "asistant", "content": "a"}], "message 2 has the role 'asistant' .did you mean 'assist"),
         ([{"role": "user"}], "message 1 has the content"),
+        ([{"role": "user", "content": {"type": "text", "text": "a"}}], "message 1 has the content"),
         ([{"role": "user", "content": [{"type": "image"}]}], "holds a picture"),
         ([{"role": "user", "content": "\ud800"}], "message 1 holds one half"),
         ([{"role": "user", "content": "a", "x": object()}], "expected what JSON can hold"),
@@ -184,6 +185,36 @@ def test_a_call_of_a_tool_needs_no_content_and_a_content_may_be_parts():
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
     template = ChatTemplate("{{ messages[0].content[0].text }}{{ messages[1].tool_calls[0].function.name }}")
     assert template([parts, call]) == "af"
+
+
+WRITES_PARTS = (
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% elif part.type == 'image' %}<image>{% endif %}{% endfor %}"
+)
+WRITES_TEXT = "{{ message.content }}"
+WRITES_BOTH = f"{{% if message.role == 'system' %}}{WRITES_TEXT}{{% else %}}{WRITES_PARTS}{{% endif %}}"
+
+
+def every_message(how: str) -> str:
+    return f"{{% for message in messages %}}{{{{ message.role }}}}:{how}|{{% endfor %}}"
+
+
+@pytest.mark.parametrize("how", [WRITES_PARTS, WRITES_TEXT, WRITES_BOTH])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_contents_are_texts_or_parts_as_the_template_takes_them(how, in_parts):
+    def content(text: str):
+        return [{"type": "text", "text": text}] if in_parts else text
+
+    system = {"role": "system", "content": "be short"}
+    messages = [system, {"role": "user", "content": content("why")}, {"role": "assistant", "content": content("so")}]
+    template = ChatTemplate(every_message(how))
+    assert template(messages) == "system:be short|user:why|assistant:so|"
+    assert [one.text[slice(*one.spans[0])] for one in template.scored(messages)] == ["assistant:so|"]
+
+
+def test_parts_are_lines_of_a_text_for_a_template_of_texts():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate(every_message(WRITES_TEXT))([{"role": "user", "content": parts}]) == "user:a\nb|"
 
 
 def test_what_a_template_refuses_is_one_line(tmp_path):

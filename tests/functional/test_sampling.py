@@ -28,6 +28,13 @@ def test_temperature(temperature):
     np.testing.assert_allclose(frequencies(temperature=temperature), expected / expected.sum(), atol=0.03)
 
 
+@pytest.mark.parametrize("logits", [[10, 30, 20, -5], [-110, -130, -120, -95]])
+def test_a_temperature_next_to_0_takes_the_largest(logits):
+    heat = jnp.asarray([1.2e-38, 1e-37], jnp.float32)
+    given = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None], (2, 4))
+    assert sample(given, jax.random.key(0), temperature=heat).tolist() == [np.argmax(logits)] * 2
+
+
 def test_top_k_renormalises_what_is_left():
     np.testing.assert_allclose(frequencies(top_k=2), [2 / 3, 1 / 3, 0, 0, 0], atol=0.03)
 

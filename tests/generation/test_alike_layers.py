@@ -28,7 +28,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, LinearCodes,
 from moe_jax.nn import Decoder, MoE, init_cache, is_stacked
 from moe_jax.nn.layer_words import layer_words
 from tests.support.numerics import assert_close, logits_of, made_at_once
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 Q, OTHERS = "attention/q", ("attention/k", "attention/v", "attention/o")
@@ -80,6 +80,7 @@ def model(banks, *, bias=False, dense_between=False) -> Decoder:
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(drawn, state))
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("banks", "options"),
     [(OVER_BASES, {}), (WITHOUT_BASE, {"bias": True, "dense_between": True})],
@@ -126,6 +127,7 @@ def with_other_router(place: int) -> Decoder:
     return decoder
 
 
+@one_in(2)
 @pytest.mark.parametrize("replaced", [lambda: with_other_mlp(1, top_k=1), lambda: with_other_router(0)])
 def test_a_layer_that_was_replaced_stays_what_it_is(replaced):
     decoder = replaced()

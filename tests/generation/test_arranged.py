@@ -23,6 +23,7 @@ from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from tests.support.numerics import assert_close, logits_of
+from tests.support.tiers import one_in
 
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
 BANKS = {
@@ -66,6 +67,7 @@ def forms(decoder) -> tuple[type, set[type]]:
     return type(bank.config.form), linears
 
 
+@one_in(3)
 @pytest.mark.parametrize("strategy", ["factored", "factored-side-by-side", "synthesised"])
 @pytest.mark.parametrize("name", BANKS)
 def test_logits_are_those_of_the_model(name, strategy):

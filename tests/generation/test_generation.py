@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.generation import continued_rows, engine, texts
 from moe_jax.generation.engine import Engine
+from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import NonFiniteLogits
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, unstacked
@@ -242,3 +244,36 @@ def test_rows_have_the_room_of_a_bucket_within_the_context():
     assert room(3, 16, 17, 97, 120, bounded=True) == [16, 16, 24, 100, 120]
     assert room(3, 97, bounded=True, least=4, needed=110) == [110, 110]
     assert room(3, 97, bounded=True, least=4) == [4, 100]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": float("nan")},
+        {"max_new_tokens": "3"},
+        {"top_k": "a"},
+        {"top_p": "a"},
+        {"seed": 1.5},
+        {"seed": 1 << 64},
+        {"stop": 3},
+        {"stop_ids": 5},
+        {"stop_ids": ["a"]},
+        {"stop_ids": [1 << 31]},
+    ],
+)
+def test_options_of_another_type_are_refused(options):
+    with pytest.raises(InputError):
+        GenerateSpec(**options)
+
+
+@pytest.mark.parametrize("prompt", [5, [1.5, 2], [[1], 5], [None], [[1, [2]]], np.array([1.5])])
+def test_prompts_of_another_form_are_refused(prompt):
+    with pytest.raises(InputError, match="a prompt is"):
+        moe_jax.generate(moe_jax.tiny_model(), prompt, max_new_tokens=1)
+
+
+def test_ids_may_be_an_array():
+    model = moe_jax.tiny_model()
+    expected = moe_jax.generate(model, [1, 2], max_new_tokens=2)
+    assert expected == moe_jax.generate(model, jnp.array([1, 2]), max_new_tokens=2)
+    assert [expected] == moe_jax.generate(model, np.array([[1, 2]]), max_new_tokens=2)

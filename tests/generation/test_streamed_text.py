@@ -69,6 +69,12 @@ def test_a_stop_string_and_what_begins_like_one_is_not_handed_out(decoders, text
     assert "".join(got) == row.text == before[: min(before.index(stop) for stop in stops if stop in before)]
 
 
+def test_of_several_stop_strings_the_first_that_is_complete_ends_a_text_however_it_comes(decoders):
+    whole = StreamedText(lambda ids: "abc" * len(ids), ["abc", "b"])  # a token of three characters
+    for row, ids in ((whole, [0]), (StreamedText(decoders["bytes"].decode, ["abc", "b"]), b"abc")):
+        assert "".join(map(row.push, ids)) == "a" and row.ended_by == "b"
+
+
 def test_a_beginning_of_a_stop_string_that_does_not_go_on_is_handed_out(decoders):
     assert pieces(decoders["bytes"], b"a##b#", ["###"])[0] == ["a", "", "", "##b", "", "#"]
     got, row = pieces(decoders["bytes"], b"a###b", ["###"])

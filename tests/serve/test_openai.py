@@ -19,15 +19,6 @@ def chat(**fields: Any):
     return read_chat({"model": "m", "messages": MESSAGES, **fields})
 
 
-def test_a_message_in_parts_is_one_text():
-    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "this?"}]
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    assert chat(messages=[{"role": "user", "content": parts}, call]).messages == [
-        {"role": "user", "content": "What is\nthis?"},
-        call,
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -37,6 +37,14 @@ def test_a_prompt_is_echoed_as_it_was_given(tokenizer, tmp_path):
     assert found[:3] == ([*"é A".encode()], "e\u0301 A", [0, 0, 2, 3])
 
 
+def test_a_prompt_without_tokens_is_refused(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("")
+    reader = reader_of(Tokenizer(byte_tokenizer(tmp_path / "tokenizer.json"), CONFIG))
+    for ask in (lambda: reader.of(""), lambda: reader.of_conversation([{"role": "user", "content": "a"}])):
+        with pytest.raises(ProtocolError, match="no tokens"):
+            ask()
+
+
 def test_a_text_that_has_too_many_tokens_however_it_is_cut_is_not_tokenised(tokenizer, monkeypatch):
     """The longest token, `</s>`, has four characters, and the context ten tokens."""
     reader = reader_of(tokenizer)

@@ -235,6 +235,7 @@ def test_who_waits_is_told_that_it_ends_while_a_program_is_compiled(counted, com
     assert counted.close() is True
 
 
+@long
 def test_a_row_whose_cache_is_full_waits_for_a_longer_one_and_no_other_does(counted, compiler, model, monkeypatch):
     monkeypatch.setattr(scheduler_module, "_LEAST_CACHE", 32)
     wait_until_idle(counted)

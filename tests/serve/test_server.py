@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_jax.core.errors import InputError
 from moe_jax.generation import engine
+from moe_jax.generation.texts import StreamedText
 from moe_jax.serve import app
 from moe_jax.serve.openai import MOST_VALUES
 from moe_jax.serve.prompts import PromptReader
@@ -245,6 +247,7 @@ LONG = b'{"model": "tiny", "messages": [{"role": "user", "content": "%s"}]}'
         ("completions", b'{"prompt": "a"}', 400, "model is missing"),
         ("completions", b'{"model": "tiny"}', 400, "prompt is missing"),
         ("completions", b'{"model": "tiny", "prompt": "\\ud83d"}', 400, "half of a character"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "\\ud83d": 1}', 400, "unknown field"),
         ("chat/completions", b'{"model": "tiny"}', 400, "messages is missing"),
         ("chat/completions", b'{"model": "tiny", "messages": "a"}', 400, "list of messages"),
         ("chat/completions", b'{"model": "tiny", "messages": [{"role": "usr"}]}', 400, "did you mean 'user'"),
@@ -431,3 +434,39 @@ def test_logits_that_are_not_finite_end_their_request_alone(model, served_dir):
         assert status == 500 and "not finite" in body["error"]["message"]
         answer = client_of(address).completions.create(model="tiny", prompt="ab", max_tokens=2, temperature=0)
         assert answer.choices[0].text == greedy(model, "ab", max_new_tokens=2).text
+
+
+def test_equal_prompts_are_sampled_apart_unless_a_seed_is_given(client):
+    how = {
+        "model": "tiny",
+        "prompt": ["ab"] * 3,
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "extra_body": {"ignore_eos": True},
+    }
+    free, fixed = (client.completions.create(**how, **seed).choices for seed in ({}, {"seed": 3}))
+    assert len({choice.text for choice in free}) == 3 and len({choice.text for choice in fixed}) == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_fails_while_an_answer_is_written_is_told(client, monkeypatch, streams):
+    import openai
+
+    def fails(self, token):
+        raise InputError("no text")
+
+    monkeypatch.setattr(StreamedText, "push", fails)
+    with pytest.raises(openai.APIError, match="server failed: InputError"):
+        list(client.completions.create(model="tiny", prompt="ab", max_tokens=4, stream=streams))
+
+
+def test_more_tokens_that_end_a_text_than_there_is_room_for_are_refused(model, monkeypatch):
+    monkeypatch.setattr(app, "MOST_STOP_IDS", 3)
+    scheduler = Scheduler(model.decoder, slots=1, waiting=1)
+    with serving(model, scheduler) as address:
+        body = json.dumps({"model": "tiny", "prompt": "a", "stop_token_ids": [5, 6, 7]})
+        status, _, answer = post(address, "completions", body.encode())
+    assert status == 400 and answer["error"]["param"] == "stop_token_ids"
+    monkeypatch.setattr(app, "MOST_STOP_IDS", 0)
+    with pytest.raises(InputError, match="tokens that end"):
+        app.App(model, model.tokenizer, scheduler, "tiny")
