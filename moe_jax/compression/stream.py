@@ -295,7 +295,8 @@ def _write(
     )
     for i, paths in by_layer.items():
         made: set[str] = set()
-        size, whole = 0, count_bytes(specs[path] for path in paths if path.startswith(f"layers/{i}/mlp/experts/"))
+        experts = f"layers/{i}/mlp/experts/"
+        size, whole = 0, count_bytes(specs[path] for path in paths if path.startswith(experts))
         mine = i in left and (not shared or owners[i] == jax.process_index())
         if mine:
 
@@ -303,13 +304,15 @@ def _write(
                 nonlocal size
                 path = f"layers/{i}/mlp/{below}"
                 made.add(path)
-                size += leaf.nbytes
+                size += leaf.nbytes if below.startswith("experts/") else 0  # others are routers and universal FFNs
                 if path not in writer.done:
                     writer.write({path: leaf})
                 # A layer may take minutes: its progress is shown before it is done.
                 board.working(min(1.0, size / whole))
 
             figures = compress_layer(i, write)
+            left_alone = (path for path in paths if path.startswith(experts) and path not in made and path in stored)
+            size += count_bytes(stored[path] for path in left_alone)
             notes[i] = {"figures": dataclasses.asdict(figures), "nbytes": size}
             writer.note(str(i), notes[i])
         for path in paths:

@@ -6,12 +6,14 @@ The forms of experts and the methods of compression have these options; the comm
 import dataclasses
 from typing import Literal, get_args
 
-from moe_jax.core.errors import MAX_SIZE, InputError, check_member
+from moe_jax.core.errors import InputError, check_member, shown
 
 BITS = (8, 4, 3, 2, 1)
 TABLE_BITS = (4, 3, 2)
 VALUE_BITS = (8, 4, 3, 2)
 """Bits of a code; of a code whose levels may be those of a table; of a value that stays in sparse experts."""
+MAX_GROUP_SIZE = 2**16
+"""Above the width of any known model and of its FFNs."""
 DEFAULT_GROUP_SIZE = 128
 """Number of codes that share a scale, where nothing else is asked for."""
 Code = Literal["8", "4", "3", "2", "nf4"]
@@ -144,9 +146,15 @@ def check_scale_bits(scale_bits: int) -> None:
 
 
 def check_group_size(group_size: int | None) -> None:
-    """Raises `InputError` unless the group size is a multiple of 8, so that groups begin at whole bytes."""
-    if group_size is not None and (not 8 <= group_size <= MAX_SIZE or group_size % 8):
-        raise InputError(f"group_size={group_size} must be a multiple of 8, or null for one per kernel")
+    """Raises `InputError` unless the group size is a multiple of 8, so that groups begin at whole bytes.
+
+    Kernels are filled up to whole groups: more than `MAX_GROUP_SIZE` would only take memory.
+    """
+    if group_size is not None and (not 8 <= group_size <= MAX_GROUP_SIZE or group_size % 8):
+        raise InputError(
+            f"group_size={shown(group_size)} must be a multiple of 8 and at most {MAX_GROUP_SIZE:,}, "
+            "or null for one per kernel"
+        )
 
 
 def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
@@ -154,5 +162,7 @@ def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
     check_member("levels", levels, LEVELS)
     if bits == 1 and levels == "even":
         raise InputError("levels=even: one bit has no zero; choose 2 bits or more")
+    if levels == "fitted" and bits not in TABLE_BITS:
+        raise InputError(f"bits={bits} have no table of levels: only 4, 3 or 2 bits have")
     if zero_points and levels != "any":
         raise InputError(f"levels={levels} do not go with zero points, which say where levels lie")

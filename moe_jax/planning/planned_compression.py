@@ -1,6 +1,7 @@
 """The bytes that the experts of a model would take, compressed by a method, in every form of storage."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
@@ -12,6 +13,7 @@ from moe_jax.compression.spec import METHODS, check_method, check_options, optio
 from moe_jax.compression.stream import choose_layers
 from moe_jax.core.code_options import Levels, check_levels, check_scale_bits
 from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.form_options import check_keep
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.forms.coding import Layout
 
@@ -74,8 +76,8 @@ def planned_compression(
     base = "none" if METHODS[method].origin == NO_BASE else "shared"
     given = {"levels": levels, "scale_bits": scale_bits, "zero_points": zero_points, "row_scales": row_scales}
     of_groups = {} if group_size is None else {"group_size": group_size or None}
-    check_options([method], [*(name for name, value in given.items() if value), *of_groups])
-    check_levels(levels or "any", DEFAULT_BITS, zero_points=zero_points)
+    of_share = ["keep"] if keep is not None else []
+    check_options([method], [*of_share, *(name for name, value in given.items() if value), *of_groups])
     check_scale_bits(16 if scale_bits is None else scale_bits)
     more = {name: value for name, value in given.items() if name != "levels" and value}
     table = {"table": True} if levels == "fitted" else {}
@@ -89,12 +91,24 @@ def planned_compression(
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")
     indices = choose_layers(config, parse_layers(compress_layers, config) if compress_layers is not None else None)
     layouts = _asked_for(method, residual, storage, bits)
-    if keep is None and any(isinstance(layout, Fewer) or "keep" in layout.form.asks_for for layout in layouts):
+    check_levels(levels or "any", _bits_of_codes(layouts), zero_points=zero_points)
+    takes_keep = any(isinstance(layout, Fewer) or "keep" in layout.form.asks_for for layout in layouts)
+    if keep is None and takes_keep:
         raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
+    if keep is not None and not takes_keep and any(one is not None for one in (residual, storage, bits)):
+        raise InputError(f"--keep does not go with {', '.join(layout.name for layout in layouts)}: every entry stays")
+    check_keep(1.0 if keep is None else keep)
+    METHODS[method].check_configs({i: config.moe(i) for i in indices}, 1.0 if keep is None else keep)
     dtype = dtype or config.dtype
     sizes = {"keep": 1.0 if keep is None else keep, "bits": bits, **format_}
     stored = stored_bytes(config, indices, layouts, sizes, base=base, base_codes=base_codes, dtype=dtype)
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
+
+
+def _bits_of_codes(layouts: Sequence[AnyLayout]) -> int:
+    """Returns the bits of the codes of layouts; of several ones those that methods have by default."""
+    of_codes = {layout.options["bits"] for layout in layouts if isinstance(layout, Layout) and "bits" in layout.options}
+    return of_codes.pop() if len(of_codes) == 1 else DEFAULT_BITS
 
 
 def _asked_for(method: str, residual: str | None, storage: str | None, bits: int | None) -> tuple[AnyLayout, ...]:

@@ -40,6 +40,7 @@ def test_shares_outside_their_range(method, keep, models, tmp_path, failing):
         ((*RESMOE, "--target-bytes", "-5"), "--target-bytes"),
         ((*RESMOE, "--target-bytes", "1kB"), "below the 9,216 bytes of the centres of 2 layers alone"),
         ((*RESMOE, "--budget-bits", 0), "budget_bits=0 must be above 0"),
+        ((*RESMOE, "--budget-bits", "1e308"), "budget_bits=1e+308 must be"),
         ((*RESMOE, "--budget-bits", 5), "10.67 bits per expert weight"),
         ((*RESMOE, "--keep", 0.5, "--layers", "1"), "--layers: 1 of the model's MoE layers, which are 0, 2"),
         ((*RESMOE, "--keep", 0.5, "--layers", "7,9"), "--layers: 7, 9 of the model's MoE layers, which are 0, 2"),

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from moe_jax.compression.options.in_words import compressions_of
+from moe_jax.compression.part_report import Losses, MapErrors, PartReport, TriedPlan
+from moe_jax.compression.recovery_figures import Recovery
 from moe_jax.compression.report import (
     DENSE,
     LOW_COSINE,
@@ -142,6 +144,34 @@ def test_warnings_are_of_what_is_wrong():
     assert (written["expert_bytes_after"], written["bytes_before"], written["bytes_after"]) == (3250, 9, 8)
     assert [one["layer"] for one in written["layers"]] == [0, 4] and written["warnings"] == [*report.warnings]
     assert not Report(layers=(layer(0, bytes_after=1000),), bytes_before=9, bytes_after=8).warnings
+
+
+def test_a_report_is_read_as_it_was_written():
+    tuned = {field.name: 3 for field in dataclasses.fields(Recovery)}
+    given = {
+        "layers": (layer(0, zero_experts=(1,), expert_tokens=(80, 90)),),
+        "parts": (PartReport.of("head", MapErrors(maps=1, norm=4.0, error=1.0, bytes_before=9, bytes_after=3), "a"),),
+        "losses": Losses(1.0, 2.0, 0.5),
+        "tried": (TriedPlan(0.1, 0.2), TriedPlan(0.3, 0.4)),
+        "bytes_before": 9,
+        "bytes_after": 8,
+        "earlier": ("resmoe --keep 0.25",),
+        "calibration_tokens": {"a.txt": 7},
+        "recovery": Recovery(**tuned),
+    }
+    assert given.keys() == {field.name for field in dataclasses.fields(Report)}
+    report = Report(**given)
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    least = Report(layers=(), bytes_before=9, bytes_after=8)
+    assert Report.from_json(json.loads(json.dumps(least.to_json()))) == least
+
+
+def test_it_is_said_if_nothing_was_known_of_what_layers_are_worth():
+    known, unknown = layer(0, predicted_divergence=1e-5), layer(1, predicted_divergence=3e-9)
+    [line] = Report(layers=(unknown, unknown), bytes_before=9, bytes_after=8).warnings
+    assert "too little to be measured" in line
+    for some in ((known, unknown), (known,), ()):
+        assert not Report(layers=some, bytes_before=9, bytes_after=8).warnings
 
 
 def test_columns_have_a_text_for_every_layer_and_none_is_empty():

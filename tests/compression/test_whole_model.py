@@ -176,6 +176,9 @@ def test_bad_input(models, text, failing, tmp_path):
     assert "of=model" in failing(model, out, "--method", "quantize", "--bits", "4", "--rest-bits", "4")
     assert "--layers" in failing(model, out, *CODES, "--layers", "0")
     assert "rest_bits=5" in failing(model, out, *CODES, "--rest-bits", "5")
+    for part in ("rest", "embedding"):
+        said = failing(model, out, *CODES, "--levels", "even", f"--{part}-bits", "1")
+        assert f"{part}_bits=1" in said and "no zero" in said
     allocate = ("--method", "allocate", "--of", "model", "--calibrate", text, "--samples", "2", "--seq-len", "32")
     assert "too small for the model" in failing(model, out, *allocate, "--target-bytes", "1kB")
     assert "--of" in failing(models["dense"], out, "--method", "quantize", "--bits", "4")

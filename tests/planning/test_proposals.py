@@ -224,6 +224,7 @@ def test_a_batch_of_any_size_has_proposals_at_once(folder, untraced, capsys):
     assert "mesh" in capsys.readouterr().out
 
 
+@long
 def test_the_command_says_what_is_missing(folder, memory, untraced, capsys):
     memory(1 << 20, "v5p")
     assert cli.main(["plan", "--train", str(folder / "recipe.toml"), "--platform", "v5p-16", "--propose"]) == 0

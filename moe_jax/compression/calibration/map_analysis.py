@@ -18,7 +18,7 @@ from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.coded_pass import CodedPass
 from moe_jax.compression.calibration.divergences import divergences, few_rows
 from moe_jax.compression.calibration.placed_layer import PlacedLayer, batches_of
-from moe_jax.compression.calibration.sensitivities import TRIED_BITS, output_error
+from moe_jax.compression.calibration.sensitivities import TRIED_BITS, output_error, sensitivity_of
 from moe_jax.compression.coding.coder import ExpertCoder, LeastError, LeastOutputError
 from moe_jax.compression.linear_maps import LinearMap, coded_leaves, head_and_rows, usual_codes
 from moe_jax.compression.source_layer import check_weights
@@ -195,4 +195,4 @@ def _sensitivities(
     how: Any = {"mesh": mesh, "batch_size": batch_size, "progress": progress}
     found = divergences(source, rows, try_layer, counts, embedding=outer.get("embed"), heads=heads, **how)
     keys = [(-1 if one.layer is None else one.layer, group_of(one)) for one in maps]
-    return np.array([found[key] / max(errors[key], float(np.finfo(np.float32).tiny)) for key in keys])
+    return np.array([sensitivity_of(found[key], errors[key]) for key in keys])

@@ -213,6 +213,8 @@ def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
 
 
 TRIED_BITS, TRIED_GROUP_SIZE = 3, 128
+LEAST_DIVERGENCE = 1e-9
+"""Nats per token; float32 cannot tell less from nothing."""
 
 
 def measure_sensitivities(
@@ -249,8 +251,17 @@ def measure_sensitivities(
     measured = divergences(source, few_rows(as_rows(windows)), try_layer, counts, **how)
     found: dict[int, dict[str, float]] = {i: {} for i in config.moe_layers}
     for (i, name), divergence in measured.items():
-        found[i][name] = divergence / max(errors[i, name], float(np.finfo(np.float32).tiny))
+        found[i][name] = sensitivity_of(divergence, errors[i, name])
     return found
+
+
+def sensitivity_of(divergence: float, error: float) -> float:
+    """Returns a divergence per unit of the error that made it.
+
+    Less than `LEAST_DIVERGENCE` counts as that: it is lost in the rounding of float32. A sensitivity of zero would say
+    that all codes are equally good, however large their errors.
+    """
+    return max(divergence, LEAST_DIVERGENCE) / max(error, LEAST_DIVERGENCE)
 
 
 def check_full_experts(config: ModelConfig) -> None:

@@ -20,7 +20,7 @@ from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import BankConfig, BaseCodes, make_bank
 from moe_jax.experts.forms import ExpertForm, Full, ffn_matrices
 from moe_jax.experts.forms.coding import Encodable, Layout, Storable, Wanted
-from moe_jax.experts.shapes import shapes_of
+from moe_jax.experts.shapes import FFNConfig, shapes_of
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.models.moe_config import ROUTER_LEAVES_BY_EXPERT
@@ -40,22 +40,34 @@ class Fewer(NamedTuple):
 AnyLayout = Layout | Fewer
 
 
+def full_experts(moe: MoEConfig, **changes: Any) -> MoEConfig:
+    """The layer with full experts and other changes; a universal FFN stands beside them, as wide as it is."""
+    target = dataclasses.replace(moe, bank=BankConfig(), extended=False, universal_dim=None, **changes)
+    if moe.universal == "none" or moe.universal_ffn == target.expert:
+        return target
+    return dataclasses.replace(target, universal_dim=moe.universal_ffn.dim)
+
+
 def _narrowed(moe: MoEConfig, keep: float) -> MoEConfig:
-    universal_dim = moe.universal_ffn.dim if moe.universal_beside else None
-    narrow = dataclasses.replace(moe.expert, dim=max(1, round(keep * moe.expert.dim)))
-    return dataclasses.replace(moe, expert=narrow, bank=BankConfig(), universal_dim=universal_dim)
+    return full_experts(moe, expert=dataclasses.replace(moe.expert, dim=max(1, round(keep * moe.expert.dim))))
 
 
 def _merged(moe: MoEConfig, keep: float) -> MoEConfig:
-    return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
+    return full_experts(moe, merged_experts=max(1, round(keep * moe.routed_experts)))
 
 
 def _removed(moe: MoEConfig, keep: float) -> MoEConfig:
     return dataclasses.replace(moe, num_experts=max(1, round(keep * moe.num_experts)))
 
 
+def _joined(moe: MoEConfig, keep: float) -> MoEConfig:
+    return full_experts(_removed(moe, keep))
+
+
 NARROWED, MERGED, REMOVED = Fewer("narrowed", _narrowed), Fewer("merged", _merged), Fewer("removed", _removed)
 """As many full experts with fewer neurons; fewer of them; fewer as they are, and a router of fewer outputs."""
+JOINED = Fewer("removed", _joined)
+"""As `REMOVED`, of full experts."""
 (FULL,) = Full.layouts()
 
 
@@ -114,13 +126,11 @@ def stored_bytes(
     check_keep(asked.get("keep", 1.0))
     kind = jnp.dtype(dtype or config.dtype)
     specs = leaf_specs(config, dtype)
-    prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
+    prefixes = tuple(f"layers/{i}/mlp/{leaf}" for i in layers for leaf in ("experts/", "groups"))
     before = count_bytes(spec for path, spec in specs.items() if path.startswith(prefixes))
     weights = 0
     for moe in map(config.moe, layers):  # as full kernels, biases included
-        shapes = moe.expert.shapes(config.d_model).values()
-        biases = sum(shape[1] for shape in shapes) if moe.expert.bias else 0
-        weights += moe.bank_experts * (sum(map(math.prod, shapes)) + biases)
+        weights += moe.bank_experts * sum(_weights_of(moe.expert, config.d_model))
     counted = []
     for layout in layouts:
         of_shape: dict[MoEConfig, LayerBytes] = {}  # layers are mostly alike, and are counted once
@@ -130,7 +140,12 @@ def stored_bytes(
             moe = config.moe(i)
             if moe not in of_shape:
                 target = layer_in(layout, moe, config.d_model, asked, base=base, base_codes=base_codes)
-                of_shape[moe] = _compared(layout, target, config.d_model, layer_bytes(target, config.d_model, kind))
+                found = _compared(layout, target, config.d_model, layer_bytes(target, config.d_model, kind))
+                if moe.extended and not target.extended:  # the universal FFN was an expert, and is still counted
+                    kernels, biases = _weights_of(target.universal_ffn, config.d_model)
+                    more = {"values": found.values + kernels * kind.itemsize}
+                    found = dataclasses.replace(found, **more, biases=found.biases + biases * kind.itemsize)
+                of_shape[moe] = found
                 left[moe] = target.num_experts
             paths = (f"layers/{i}/mlp/{leaf}" for leaf in ROUTER_LEAVES_BY_EXPERT)
             of_router = count_bytes(specs[path] for path in paths if path in specs)
@@ -168,7 +183,13 @@ def layer_in(
     if bank.has_base:
         bank = dataclasses.replace(bank, base_codes=base_codes)
     bank.check_fits(moe.expert, d_model)
-    return dataclasses.replace(moe, bank=bank)
+    return dataclasses.replace(moe if form.over_base else full_experts(moe), bank=bank)
+
+
+def _weights_of(ffn: FFNConfig, d_model: int) -> tuple[int, int]:
+    """The numbers of entries of the kernels and of the biases of an FFN."""
+    shapes = ffn.shapes(d_model).values()
+    return sum(map(math.prod, shapes)), sum(shape[1] for shape in shapes) if ffn.bias else 0
 
 
 def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:

@@ -9,7 +9,7 @@ group are aligned and its experts weighted.
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -41,6 +41,8 @@ from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, unaligned
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
+from moe_jax.experts.forms import KernelForm
+from moe_jax.experts.forms.coding import ByExpert
 from moe_jax.models import MoEConfig
 from moe_jax.models.moe_config import ROUTER_LEAVES_BY_EXPERT
 from moe_jax.models.own_parts import LINEAR
@@ -274,13 +276,11 @@ def cluster_by_distance(points: Float[np.ndarray, "n d"], count: int) -> Int[np.
     return cut_tree(linkage(points, method="average", metric="euclidean"), n_clusters=count)[:, 0]
 
 
-def check_removable(layers: Iterable[SourceLayer], keep: float) -> None:
+def check_removable(layers: Mapping[int, MoEConfig], keep: float) -> None:
     """Raises `InputError` if a share of the experts, and of the outputs of their router, cannot be all that is left."""
-    for layer in layers:
-        moe, where = layer.moe, f"layer {layer.index}"
+    for index, moe in layers.items():
+        where = f"layer {index}"
         left = count_groups(moe.num_experts, keep)
-        if layer.num_experts > moe.bank_experts:
-            raise InputError("--extended does not go with this method, which makes no deltas")
         if moe.universal == "coder":
             raise InputError(f"{where}: universal 'coder' has a gate network, from which no expert can be removed")
         if moe.router != LINEAR:
@@ -306,8 +306,14 @@ class Removing(Method):
 
     keep: float
 
+    @classmethod
+    def check_configs(cls, layers: Mapping[int, MoEConfig], keep: float) -> None:
+        check_removable(layers, keep)
+
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        check_removable(layers, self.keep)
+        if any(layer.num_experts > layer.moe.bank_experts for layer in layers):
+            raise InputError("--extended does not go with this method, which makes no deltas")
+        self.check_configs({layer.index: layer.moe for layer in layers}, self.keep)
         check_calibrated(layers)
 
     def most_salient(self, saliency: Float[np.ndarray, " E"]) -> Int[np.ndarray, " G"]:
@@ -318,6 +324,16 @@ class Removing(Method):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class REAP(REAPOptions, Removing):
     """The method with the options `REAPOptions`."""
+
+    @classmethod
+    def check_configs(cls, layers: Mapping[int, MoEConfig], keep: float) -> None:
+        super().check_configs(layers, keep)
+        for index, moe in layers.items():
+            if isinstance(moe.bank.form, ByExpert):
+                raise InputError(
+                    f"layer {index}: its experts are in parts of unlike codes, and none can be removed from these; "
+                    "remove experts first, and compress what is left"
+                )
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """`kept`: the experts that stay, ascending; `saliency` of all."""
@@ -347,10 +363,11 @@ class REAP(REAPOptions, Removing):
         experts, kept = layer.moe.num_experts, analysis["kept"]
         # The universal FFN, if it is in the bank, is the last one there and stays.
         in_bank = np.append(kept, np.arange(experts, layer.moe.bank_experts))
+        shared = _shared_leaves(layer)
         for path in layer.leaves:
             if path in ROUTER_LEAVES_BY_EXPERT:
                 write(path, np.ascontiguousarray(layer.leaf(path)[..., kept]))
-            elif path.startswith("experts/") and not path.startswith("experts/base/"):
+            elif path.startswith("experts/") and not path.startswith("experts/base/") and path not in shared:
                 leaf = layer.leaf(path)
                 assert len(leaf) == layer.moe.bank_experts, (path, leaf.shape)
                 write(path, leaf[in_bank])
@@ -362,6 +379,17 @@ class REAP(REAPOptions, Removing):
                 measure.add(expert, kernel, None, left)
         removed = " ".join(str(expert) for expert in range(experts) if expert not in kept)
         return measure.figures(analysed=analysis["seconds"], choice=f"without {removed}" if removed else "all")
+
+
+def _shared_leaves(layer: SourceLayer) -> set[str]:
+    """Paths of the leaves that all experts of a layer have in common, beside a base."""
+    form = layer.moe.bank.form
+    assert isinstance(form, KernelForm)
+    return {
+        f"experts/delta/{name}/{leaf}"
+        for name, matrix in layer.matrices.items()
+        for leaf in form.of_matrix(matrix).common_leaves
+    }
 
 
 def weighted_output_norms(layer: SourceLayer, tick: Tick = lambda share: None) -> Float[np.ndarray, " E"]:

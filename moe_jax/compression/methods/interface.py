@@ -187,6 +187,14 @@ class Method(MethodOptions, abc.ABC):
         """Raises `InputError` if the options do not go with the model as a whole; as `check`, before any analysis."""
         del layers, rest
 
+    @classmethod
+    def check_configs(cls, layers: Mapping[int, MoEConfig], keep: float) -> None:
+        """Raises `InputError` if no layers of such configs, by index, can be compressed so; for a plan without a model.
+
+        By default all can. `keep` is the share that stays.
+        """
+        del layers, keep
+
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the options do not go with the layers to compress; from their configs alone."""
         del layers

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.cluster.vq import vq
 
 from moe_jax.compression.coding.pruning import largest_mask
-from moe_jax.compression.coding.storage import NARROWED, AnyLayout
+from moe_jax.compression.coding.storage import NARROWED, AnyLayout, full_experts
 from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
 from moe_jax.compression.options.of_whole_experts import MLPFusionOptions, StructuredPruningOptions
 from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
@@ -18,7 +18,7 @@ from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.sparse import kept_entries
 from moe_jax.experts.shapes import FFNConfig
-from moe_jax.models import BankConfig, MoEConfig
+from moe_jax.models import MoEConfig
 
 
 def check_full(layers: Iterable[SourceLayer]) -> None:
@@ -30,11 +30,7 @@ def check_full(layers: Iterable[SourceLayer]) -> None:
 
 def full_target(layer: SourceLayer, **changes: Any) -> MoEConfig:
     """The layer with full experts and other changes; a universal FFN stands beside them, as wide as it is."""
-    moe = layer.moe
-    target = dataclasses.replace(moe, bank=BankConfig(), extended=False, universal_dim=None, **changes)
-    if moe.universal == "none" or moe.universal_ffn == target.expert:
-        return target
-    return dataclasses.replace(target, universal_dim=moe.universal_ffn.dim)
+    return full_experts(layer.moe, **changes)
 
 
 def routed_kernels(layer: SourceLayer, name: str) -> Iterator[np.ndarray]:

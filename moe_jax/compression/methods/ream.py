@@ -13,11 +13,13 @@ by their weights alone; and no layer sees the outputs of those before it that ar
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compression.calibration.expert_statistics import expert_outputs, statistics_of
+from moe_jax.compression.coding.storage import JOINED, AnyLayout
 from moe_jax.compression.methods.fewer_experts import (
     Groups,
     Removing,
@@ -41,6 +43,8 @@ MOST_TOKENS = 256
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class REAM(REAMOptions, Removing):
     """The method with the options `REAMOptions`."""
+
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (JOINED,)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """`groups` of all experts, `dominant` ones, which stay, `weights` in groups, and aligned `permutations`."""

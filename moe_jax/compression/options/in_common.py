@@ -5,7 +5,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from moe_jax.core.code_options import BITS, BaseCodesOptions, Code, ExpertCodesOptions, Levels
-from moe_jax.core.errors import InputError, check_member, check_positive
+from moe_jax.core.errors import InputError, check_member, check_positive, is_finite, shown
 
 if TYPE_CHECKING:  # it imports JAX
     from moe_jax.compression.methods.interface import Method
@@ -152,6 +152,8 @@ class OfLinearMaps:
                 raise InputError(f"{name}={bits} must be one of {', '.join(map(str, BITS))}")
             if bits is not None and self.of == "experts":
                 raise InputError(f"{name}={bits} goes with of=model or of=rest: only the experts are compressed")
+            if bits == 1 and self.levels == "even":
+                raise InputError(f"{name}=1 does not go with levels=even: one bit has no zero; choose 2 bits or more")
 
 
 class AroundCentre:
@@ -201,7 +203,8 @@ def centre_options(
 
 
 def check_budget(target_bytes: int | None, budget_bits: float | None) -> None:
-    """Raises `InputError` unless a budget, in bytes or in bits per weight, is above 0."""
+    """Raises `InputError` unless a budget, in bytes or in bits per weight, is finite and above 0."""
     for name, value in (("target_bytes", target_bytes), ("budget_bits", budget_bits)):
-        if value is not None and not value > 0:
-            raise InputError(f"{name}={value:g} must be above 0")
+        if value is not None and not (is_finite(value) and value > 0):
+            number = f"{value:g}" if isinstance(value, float) else shown(value)
+            raise InputError(f"{name}={number} must be above 0, and finite")

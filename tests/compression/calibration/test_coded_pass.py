@@ -14,6 +14,7 @@ from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import logits_of
+from tests.support.tiers import one_in
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,7 @@ def nll(decoder, rows: CalibrationRows) -> float:
     return float(-np.take_along_axis(told, rows.tokens[:, 1:, None], -1).mean())
 
 
+@one_in(2)
 @pytest.mark.parametrize("whole_layers", [(1,), (0,)])
 def test_knows_inputs_in_codes_and_both_losses(source, rows, begun, whole_layers):
     """Every moment is that of the inputs which a layer is given by those before it, as they are in codes.

@@ -13,7 +13,12 @@ from moe_jax.api.compress import calibrate
 from moe_jax.commands.cli import main
 from moe_jax.compression.calibration import divergences
 from moe_jax.compression.calibration.recording import gradients_file, read_layer, record
-from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
+from moe_jax.compression.calibration.sensitivities import (
+    has_gradients,
+    measure_sensitivities,
+    record_gradients,
+    sensitivity_of,
+)
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
@@ -156,6 +161,12 @@ def test_sensitivities_are_not_begun_without_the_memory(source, windows, monkeyp
         monkeypatch.setattr(divergences, "available_memory", lambda free=free: free)
         with pytest.raises(expected):
             measure_sensitivities(source, windows, {}.__getitem__, **how)
+
+
+def test_a_divergence_lost_in_rounding_still_lets_errors_count():
+    assert sensitivity_of(0.01, 0.04) == 0.25
+    assert sensitivity_of(0.0, 0.01) > sensitivity_of(0.0, 0.04) > 0
+    assert 0 < sensitivity_of(0.0, 0.0) <= 1  # nothing is known
 
 
 @long

@@ -201,6 +201,7 @@ def squared_gradients(source, rows, batch):
     return [np.square(np.asarray(g)).sum(axis=-1)[rows.valid] for g in of_loss(nothing)]
 
 
+@long
 def test_the_loss_is_that_of_answers(source, recorded):
     rows, batch = rows_of(source.config)
     how = {"mesh": make_mesh({}, jax.devices()[:1]), "batch_size": 4}

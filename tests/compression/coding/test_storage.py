@@ -1,8 +1,10 @@
 """Bytes of compressed experts from a config alone: methods.md 8, the banks, and `moe-jax plan --compress`."""
 
 import dataclasses
+import inspect
 import json
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from flax import nnx
 from moe_jax.commands import cli
 from moe_jax.compression.coding.storage import FULL, layer_in, stored_bytes
 from moe_jax.compression.spec import METHODS
+from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms import Matrix, Sparse
 from moe_jax.experts.forms.coding import Storable
@@ -18,12 +21,23 @@ from moe_jax.experts.forms.protocol import registered
 from moe_jax.experts.forms.sparse import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig, config_to_json
+from moe_jax.planning.planned_compression import planned_compression
 from tests.support.dense_models import dense_config
 from tests.support.moe_models import moe_config
 
 MIB = 2**20
 EVERY = {layout.name: layout for method in METHODS.values() for layout in method.layouts} | {FULL.name: FULL}
 WRITTEN = {name: layout for name, layout in EVERY.items() if getattr(layout, "position_bytes", None) is None}
+
+
+KEEP = {"sp": 0.6, "msmoe": 0.6, "svd": 0.6}
+OF_EXPERTS = tuple(f"layers/0/mlp/{leaf}" for leaf in ("experts/", "universal/", "groups"))
+NOTHING: dict[str, Any] = {
+    name: False if option.annotation is bool else None
+    for name, option in inspect.signature(planned_compression).parameters.items()
+    if option.kind is option.KEYWORD_ONLY
+}
+"""Options of `planned_compression`, none of which is given."""
 
 
 def small(**kwargs) -> ModelConfig:
@@ -102,6 +116,52 @@ def test_the_bytes_are_those_of_the_model_that_is_described(gated):
         experts = count_bytes(spec for path, spec in specs.items() if path.startswith(prefixes))
         assert counted.expert_bytes == counted.layer.total == experts, counted.form
         assert counted.bits_per_weight == pytest.approx(8 * experts / weights), counted.form
+
+
+@pytest.mark.parametrize(("method", "gated"), [("quantize", True), ("sp", False), ("msmoe", True), ("svd", False)])
+def test_a_universal_ffn_that_leaves_the_bank_is_still_counted(method, gated):
+    """With the last expert in the bank before: after it where the form shares nothing, beside it."""
+    dense = dense_config(num_layers=1, d_model=20, dim=36, gated=gated, bias=not gated)
+    deltas = BankConfig(kind="low-rank", rank=2)
+    config = moe_config(dense, deltas, universal="med", extended=True)
+    counted = {
+        one.form: one for one in planned_compression(config, method, **NOTHING | {"keep": KEEP.get(method)}).stored
+    }
+    for layout in (*METHODS[method].layouts, FULL):
+        layer = layer_in(layout, config.moe(0), config.d_model, {"keep": 0.6}, base="none")
+        assert layer.bank_experts + layer.universal_beside == {"merged": 2}.get(layout.name, 3) + 1
+        specs = leaf_specs(dataclasses.replace(config, layers=(dataclasses.replace(config.layers[0], mlp=layer),)))
+        experts = count_bytes(spec for path, spec in specs.items() if path.startswith(OF_EXPERTS))
+        assert counted[layout.name].expert_bytes == counted[layout.name].layer.total == experts, layout.name
+        assert counted[layout.name].model_bytes == count_bytes(specs.values())
+    full = counted["full"]
+    assert full.bits_per_weight == 32 and full.layer.biases == (0 if gated else 4 * 4 * (36 + 20))
+
+
+def test_experts_that_are_merged_already_are_merged_further():
+    config = moe_config(dense_config(num_layers=1, d_model=20, dim=36), BankConfig(), num_experts=8, merged_experts=4)
+    merged, full = planned_compression(config, "msmoe", **NOTHING | {"keep": 0.5}).stored
+    assert merged.layer.values == 2 * 3 * 20 * 36 * 4 and merged.layer.places == 8 * 4
+    assert full.share == 1 and full.model_bytes == count_bytes(leaf_specs(config).values())
+    with pytest.raises(InputError, match="experts are merged"):
+        planned_compression(config, "reap", **NOTHING | {"keep": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("quantize", {"keep": 0.5, "bits": 4}, "--keep does not go"),
+        ("allocate", {"keep": 0.5}, "--keep does not go"),
+        ("resmoe", {"keep": 0.5, "residual": "quantized"}, "--keep does not go"),
+        ("reap", {"keep": 0.3}, "top_k=2"),
+        ("quantize", {"bits": 8, "levels": "fitted"}, "no table"),
+        ("resmoe", {"residual": "quantized:8", "levels": "fitted"}, "no table"),
+        ("quantize", {"bits": 1, "levels": "even"}, "one bit"),
+    ],
+)
+def test_what_no_compression_would_do_is_not_planned(method, options, message):
+    with pytest.raises(InputError, match=message):
+        planned_compression(small(), method, **NOTHING | options)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -8,18 +8,21 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.recording import LayerCalibration
+from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, LayerCalibration
 from moe_jax.compression.coding.storage import REMOVED, stored_bytes
 from moe_jax.compression.methods.fewer_experts import weighted_output_norms
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
+from moe_jax.experts import Mixed
+from moe_jax.experts.forms import Quantized
 from moe_jax.functional.routing.route import route
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from moe_jax.models.moe_config import SelectionConfig
 from tests.compression.methods.recorded_layers import calibration_of, recorded
 from tests.compression.methods.test_baselines import D, F, experts_of, norm_of, output
-from tests.support.moe_models import RECIPE, memory_moe, run
+from tests.support.dense_models import dense_config
+from tests.support.moe_models import RECIPE, MemorySource, memory_moe, moe_config, run
 from tests.support.tiers import long
 
 E = 6
@@ -80,18 +83,25 @@ def test_by_frequency_the_most_used_stay():
     assert kept.tolist() != make_method("reap", {"keep": 0.5}).analyse(layer)["kept"].tolist()
 
 
-@pytest.mark.parametrize("kind", [*BANKS, "coded base"])
+MADE = {
+    "coded base": ("ders-quantize", {"bits": 4, "group_size": 8, "centre_bits": "4", "centre_group_size": 8}),
+    # As many bases as experts: their axis is no axis of experts.
+    "shared bases": ("mobe", {"keep": 0.9, "bases": E, "steps": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", [*BANKS, *MADE])
 def test_what_stays_is_not_changed_by_a_bit(kind, tmp_path):
     source = source_of(**BANKS.get(kind, {}))
-    if kind == "coded base":
-        coded = make_method("ders-quantize", {"bits": 4, "group_size": 8, "centre_bits": "4", "centre_group_size": 8})
-        compress(source, tmp_path / "coded", coded, described={})
-        source = ModelDirectory(tmp_path / "coded")
+    if kind in MADE:
+        compress(source, tmp_path / "made", make_method(*MADE[kind]), described={})
+        source = ModelDirectory(tmp_path / "made")
     known = recorded(source)
     method = make_method("reap", {"keep": 0.5})
-    report = compress(
-        source, tmp_path / "out", method, calibration=calibration_of(known, tmp_path), described={}
-    ).layers[0]
+    how = {"calibration": calibration_of(known, tmp_path), "described": {}}
+    said = []
+    written = compress(source, tmp_path / "out", method, **how, on_layer=lambda *done: said.append(done[2]))
+    report = written.layers[0]
     kept = method.analyse(SourceLayer(source, 0, calibration=known))["kept"]
     out = ModelDirectory(tmp_path / "out")
     moe, before = out.config.moe(0), source.config.moe(0)
@@ -101,7 +111,7 @@ def test_what_stays_is_not_changed_by_a_bit(kind, tmp_path):
         expected = leaf = source.read(path)
         if "/router/" in path:
             expected = leaf[..., kept]
-        elif "/mlp/experts/" in path and "/base/" not in path:
+        elif "/mlp/experts/" in path and "/base/" not in path and "/basis/" not in path:
             expected = leaf[of_bank]
         assert out.read(path).tobytes() == np.ascontiguousarray(expected).tobytes(), path
     assert report.choice == "without " + " ".join(str(e) for e in range(E) if e not in kept)
@@ -111,6 +121,7 @@ def test_what_stays_is_not_changed_by_a_bit(kind, tmp_path):
         assert report.relative_error == pytest.approx(np.sqrt(lost), rel=1e-5)
     assert any("/base/" in path and path.endswith("codes") for path in out.specs()) == (kind == "coded base")
     (counted,) = stored_bytes(source.config, [0], [REMOVED], {"keep": 0.5}, dtype="float32")
+    assert said == [counted.expert_bytes]
     assert counted.expert_bytes == sum(out.read(path).nbytes for path in out.specs() if "/experts/" in path)
     assert counted.model_bytes == sum(out.read(path).nbytes for path in out.specs())
 
@@ -142,6 +153,16 @@ def test_the_router_chooses_as_if_the_others_were_never_the_best():
 def test_what_cannot_be_pruned(moe, keep, message):
     with pytest.raises(InputError, match=message):
         make_method("reap", {"keep": keep}).check([SourceLayer(source_of(**moe), 0)])
+
+
+def test_experts_in_parts_are_refused_before_the_text_is_looked_at():
+    few, many = (Quantized(bits=bits, group_size=8) for bits in (2, 4))
+    parts = BankConfig(Mixed(parts=(few, many), part_of=(0, 1) * (E // 2)), base="none")
+    config = moe_config(dense_config(num_layers=1, **SHAPES["gated"]), parts, num_experts=E)
+    layers = [SourceLayer(MemorySource(config, {}), 0, calibration=NOT_YET_RECORDED)]
+    with pytest.raises(InputError, match="in parts"):
+        make_method("reap", {"keep": 0.5}).check(layers)
+    make_method("ream", {"keep": 0.5}).check(layers)  # it makes full experts
 
 
 def test_a_universal_ffn_does_not_become_a_delta():

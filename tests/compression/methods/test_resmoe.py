@@ -257,6 +257,8 @@ def test_the_options_are_read_as_one_choice():
         ({"target_bytes": 100, "budget_bits": 3.0}, "same in two"),
         ({"budget_bits": -1.0}, "budget_bits=-1 must be above 0"),
         ({"budget_bits": float("nan")}, "budget_bits=nan must be above 0"),
+        ({"budget_bits": float("inf")}, "budget_bits=inf must be"),
+        ({"target_bytes": 10**400}, "must be above 0"),
         ({"target_bytes": 100, "residual": "quantized:4"}, "target_bytes chooses keep"),
         ({"keep": 0.5, "solver": "annealing"}, "solver"),
     ],
