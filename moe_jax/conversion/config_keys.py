@@ -60,6 +60,33 @@ def is_harmless(key: str, value: Any) -> bool:
     return key in _HARMLESS or key.startswith(_PREFIXES) or (key in _UNUSED and value == _UNUSED[key])
 
 
+def code_beside(keys: Mapping[str, Any]) -> list[str]:
+    """Returns the names of files with code beside a JSON file, which its key `auto_map` says that a class is in.
+
+    Code in a repository (`repository--module.Class`) is not among them.
+    """
+    named = keys.get("auto_map")
+    entries = named.values() if isinstance(named, Mapping) else [named]
+    return sorted({file for entry in entries for file in _files_of(entry)})
+
+
+def without_code_beside(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keys without what asks for code beside their file, which goes nowhere with a model (`code_beside`)."""
+    if not code_beside(keys):
+        return dict(keys)
+    named, rest = keys["auto_map"], {key: value for key, value in keys.items() if key != "auto_map"}
+    named = named if isinstance(named, Mapping) else {}
+    elsewhere = {name: entry for name, entry in named.items() if not _files_of(entry)}
+    return rest | ({"auto_map": elsewhere} if elsewhere else {})
+
+
+def _files_of(entry: Any) -> list[str]:
+    """Returns the files beside it that an entry of `auto_map` names; those of tokenizers name two classes or one."""
+    classes = entry if isinstance(entry, list) else [entry]
+    modules = [one.rpartition(".")[0] for one in classes if isinstance(one, str)]
+    return [f"{module}.py" for module in modules if module.isidentifier()]
+
+
 class HFConfig:
     """Reads values from a Hugging Face config and remembers which keys were not read.
 
@@ -88,6 +115,10 @@ class HFConfig:
         """Whether a key has its family's default, given or not."""
         key = self._names.get(key, key)
         return self._data.get(key, self._defaults.get(key)) == self._defaults.get(key)
+
+    def has_default(self, key: str) -> bool:
+        """Whether the family has a default for a key."""
+        return self._names.get(key, key) in self._defaults
 
     def given(self, key: str) -> bool:
         """Whether the config itself holds a value for `key`."""

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from moe_jax.conversion.config_keys import HFConfig, is_integer
+from moe_jax.conversion.config_keys import HFConfig, is_integer, without_code_beside
 from moe_jax.conversion.families import FAMILIES, Family, family_named
+from moe_jax.conversion.families.rope_keys import LEAVES_A_PART, PARTIAL
 from moe_jax.conversion.formats import format_of, without_format
 from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
 from moe_jax.conversion.vision_formats.language_parts import LANGUAGE_PARTS
@@ -124,7 +125,8 @@ def usual_processing(tower: ModelConfig) -> ImageProcessing:
 def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Returns the config.json of `config` in the format of its family.
 
-    The result is read back and compared, so that a format that cannot express something is an error and never
+    Keys of `foreign` are in it, but for those that ask for code beside the file if Transformers has a class for the
+    family. The result is read back and compared, so that a format that cannot express something is an error and never
     a silent loss. (Coefficients of auxiliary losses and the expert capacity in training may be lost; that of the
     balance loss becomes the one for what the published code takes the loss of, see `with_balance_over`.)
 
@@ -134,6 +136,11 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     written = _write(config)
     lost = differences(config, _read_back(config, written))
     raise_if_any(lost, f"the format of {config.family!r} cannot hold this model")
+    keys = _with_foreign(config, written)
+    return keys if family_named(config.family).own_code else without_code_beside(keys)
+
+
+def _with_foreign(config: ModelConfig, written: dict[str, Any]) -> dict[str, Any]:
     if config.vision is None:
         return _merged(written, config.foreign)
     format_ = vision_format_named(config.vision.family)
@@ -205,6 +212,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         )
     config = with_balance_over(config, family.balance_over)
     written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    if PARTIAL in written and config.rope.scaling != LEAVES_A_PART and not family.rotates_parts:
+        # Transformers would not ask for the key.
+        share = config.rope.fraction
+        raise InputError(f"in the format of {family.name!r} whole heads are rotated, not {share} of each")
     if config.further_layers and family.further_form is not None:
         written[family.further[0]] = config.further_layers
     if config.num_classes is None or family.classifier_architecture is None:

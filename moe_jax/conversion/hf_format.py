@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moe_jax.conversion.config_keys import is_harmless
+from moe_jax.conversion.config_keys import code_beside, is_harmless
 from moe_jax.conversion.families import Family, family_named
 from moe_jax.conversion.formats.coded_parts import stored_codes
 from moe_jax.conversion.formats.encoders import Codes
@@ -157,20 +157,24 @@ def _replicated(config: ModelConfig, dense: Sequence[int], width: int, *, alone:
 def print_changes(before: ModelConfig, after: ModelConfig, sizes: Mapping[str, int], console: Console) -> None:
     """Prints how the format changes the model: its family, and experts that are added, padded, repeated or replicated.
 
+    It also says which code must be put beside a model that Transformers has no class for.
+
     The config `after` is from `exported_config`, and `sizes` are the bytes of its leaves as they are written.
     """
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
-        if family_named(after.family).sees is not None:
-            console.print(
-                f"note: Transformers has no class for {after.family!r}: the code of MoE-LLaVA reads it, with an "
-                "image encoder or without"
-            )
-        elif family_named(after.family).own_code:
-            console.print(
-                f"note: Transformers has no class for {after.family!r}: it needs trust_remote_code=True, and next to "
-                f"the weights modeling_{after.family}.py and configuration_{after.family}.py of a published model"
-            )
+    if family_named(after.family).sees is not None:
+        console.print(
+            f"note: Transformers has no class for {after.family!r}: the code of MoE-LLaVA reads it, with an "
+            "image encoder or without"
+        )
+    elif family_named(after.family).own_code:
+        own = code_beside(after.foreign) or [f"{kind}_{after.family}.py" for kind in ("modeling", "configuration")]
+        console.print(
+            f"note: Transformers has no class for {after.family!r}: it needs trust_remote_code=True, and next to "
+            f"the weights {' and '.join(own)} of a published model",
+            markup=False,
+        )
     narrow = [i for i in before.moe_layers if before.moe(i).expert.dim < after.moe(i).expert.dim]
     if narrow:
         console.print(

@@ -14,6 +14,8 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import match_weights
+from moe_jax.conversion.config_keys import without_code_beside
+from moe_jax.conversion.families import family_named
 from moe_jax.conversion.formats.coded_parts import Pack
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
@@ -33,9 +35,18 @@ from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.data.calibration_texts.weighted_sources import describe_sources, files_of, weighted_sources
 from moe_jax.data.end_tokens import end_tokens, generation_settings
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.staging import check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import GENERATION, PREPROCESSOR, PROCESSOR, TOKENIZER, copy_tokenizer_files
+from moe_jax.files.tokenizer_files import (
+    GENERATION,
+    PREPROCESSOR,
+    PROCESSOR,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    by_name,
+    copy_tokenizer_files,
+)
 from moe_jax.images.processing import write_processing
 from moe_jax.model_io.lineage import CARD, LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
@@ -135,7 +146,7 @@ def export(
             folder = work.folder
             # Before the weights, so that no copied file can take their place.
             settings = _generation_settings(source)
-            files: dict[str, Path | bytes] = {file.name: file for file in source.tokenizer_files}
+            files: dict[str, Path | bytes] = {**by_name(source.tokenizer_files), **_without_code(source, config)}
             files |= {} if settings is None else {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
             files |= {
                 name: (json.dumps(keys, indent=2) + "\n").encode()
@@ -186,6 +197,21 @@ def _calibration(
     calibrate: Calibrate | None, model: MergedModel, dst: Path, job: Any
 ) -> AbstractContextManager[CalibratingPass | None]:
     return contextlib.nullcontext() if calibrate is None else calibrate(model.whole(), dst, job)
+
+
+def _without_code(source: ModelSource, config: ModelConfig) -> dict[str, bytes]:
+    """Returns the tokenizer_config.json without what asks for code beside it, if it does and Transformers has its own.
+
+    Code is never copied, and where it is asked for and absent, Transformers loads nothing.
+    """
+    file = by_name(source.tokenizer_files).get(TOKENIZER_CONFIG)
+    if file is None or family_named(config.family).own_code:
+        return {}
+    with contextlib.suppress(InputError):  # exporting is no place to find faults in files that are copied
+        keys = read_json_object(file, allow=ANYTHING)
+        rest = without_code_beside(keys)
+        return {} if rest == keys else {TOKENIZER_CONFIG: (json.dumps(rest, indent=2) + "\n").encode()}
+    return {}
 
 
 def _processing_of(config: ModelConfig) -> ImageProcessing | None:

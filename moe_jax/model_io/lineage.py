@@ -109,7 +109,8 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
 
 
 def files_of_model(names: Iterable[str]) -> list[str]:
-    """Returns the files of a repository that make up a model."""
+    """Returns the files of a repository that make up a model, those in folders by their paths there."""
+    names = [*names]
     here = [name for name in names if "/" not in name]
     safetensors = [name for name in here if _SAFETENSORS.fullmatch(name)]
     safetensors = safetensors or fnmatch.filter(here, OLD_GPTQ)
@@ -118,7 +119,7 @@ def files_of_model(names: Iterable[str]) -> list[str]:
         raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
     # The library takes names as patterns.
     others = (CONFIG, CARD, *SETTINGS)
-    return [glob.escape(name) for name in here if name in others or name in weights or goes_with_model(name)]
+    return [glob.escape(name) for name in names if name in others or name in weights or goes_with_model(name)]
 
 
 def _why(error: Exception) -> str:

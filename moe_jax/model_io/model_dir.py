@@ -31,7 +31,7 @@ from moe_jax.files.regular_files import hold
 from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import check_beside, check_target, open_work
 from moe_jax.files.storage_path import StoragePath, as_path
-from moe_jax.files.tokenizer_files import copy_tokenizer_files, tokenizer_files_in
+from moe_jax.files.tokenizer_files import by_name, copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, read_lineage
 from moe_jax.model_io.loading import check_leaves, leaf_specs
@@ -338,7 +338,7 @@ class ModelDirectoryWriter(ModelWriter):
         self._work.__enter__()
         try:
             # Copied before the weights are written, so that no copied file can replace them.
-            copy_tokenizer_files({file.name: file for file in self._files}, self._work.folder)
+            copy_tokenizer_files(by_name(self._files), self._work.folder)
             return self._work.beginning if isinstance(self._work, RemoteWork) else ""
         except BaseException as error:
             self._leave(error)

@@ -125,10 +125,14 @@ def test_numbers_that_do_not_fit_leave_nothing_behind(tmp_path: pathlib.Path):
 
 def test_tokenizer_files_and_lineage_travel(tmp_path: pathlib.Path):
     source = write_checkpoint(tmp_path / "foreign", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
-    for name in ("tokenizer.json", "tokenizer.model", "generation_config.json"):
+    (source / "additional_chat_templates").mkdir()
+    names = ("tokenizer.json", "tokenizer.model", "tekken.json", "generation_config.json")
+    names += ("additional_chat_templates/tool_use.jinja",)
+    for name in (*names, "additional_chat_templates/notes.txt"):
         (source / name).write_bytes(name.encode())
     back = there_and_back(tmp_path)
-    for name in ("tokenizer.json", "tokenizer.model", "generation_config.json"):
+    assert not (back / "additional_chat_templates" / "notes.txt").exists()
+    for name in names:
         assert (back / name).read_bytes() == name.encode()
     convert(back, tmp_path / "again", console=QUIET)
     lineage = read_lineage(tmp_path / "again")

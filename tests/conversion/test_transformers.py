@@ -2,20 +2,24 @@
 
 import copy
 import json
+import math
 import pathlib
+import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
 from rich.console import Console
 
-from moe_jax.conversion import HuggingFaceDirectory, convert, export
+from moe_jax.conversion import HuggingFaceDirectory, convert, export, read_hf_config, write_hf_config
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
+from moe_jax.functional.position_embeddings import rope_tables
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.support.hf_checkpoints import CONFIGS, assert_same_bits, read_tensors
+from tests.support.hf_checkpoints import BASE, CONFIGS, assert_same_bits, read_tensors
 from tests.support.tiers import one_in
 
 QUIET = Console(quiet=True)
@@ -61,7 +65,7 @@ def assert_same_model(a: pathlib.Path, b: pathlib.Path) -> None:
         assert np.allclose(first(TOKENS).logits, second(TOKENS).logits, atol=1e-5)
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("name", KNOWN)
 def test_saved_converted_exported_loaded(saved, tmp_path: pathlib.Path, name: str):
     foreign = saved(name)
@@ -111,6 +115,40 @@ def test_pytorch_files_of_transformers_4(saved, tmp_path: pathlib.Path):
     assert_same_model(tmp_path / "back", foreign)
 
 
+def test_code_that_is_left_behind_is_not_asked_for(saved, tmp_path: pathlib.Path):
+    source = shutil.copytree(saved("phi3"), tmp_path / "foreign")
+    beside = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    elsewhere = {"AutoModel": "someone/code--modeling_phi3.Phi3Model"}
+    keys = json.loads((source / "config.json").read_text()) | {"auto_map": {**beside, **elsewhere}}
+    (source / "config.json").write_text(json.dumps(keys))
+    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_phi3.Phi3Tokenizer", None]}, "model_max_length": 64}
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    convert(source, tmp_path / "ours", console=QUIET)
+    export(ModelDirectory(tmp_path / "ours"), tmp_path / "back", console=QUIET)
+    keys = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert keys["auto_map"] == elsewhere
+    assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text()) == {"model_max_length": 64}
+    given = (source / "tokenizer_config.json").read_bytes()
+    assert (tmp_path / "ours" / "tokenizer_config.json").read_bytes() == given
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", trust_remote_code=True)
+
+
+@pytest.mark.parametrize("scales", [(0, 0), (0.0, 1.0), (0.5, 0.0), (0.5, 1.0)])
+def test_a_magnitude_of_zero_in_yarn_is_none_as_in_transformers(scales: tuple[float, float]):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    given = {**scaling, "mscale": scales[0], "mscale_all_dim": scales[1]}
+    theirs = transformers.LlamaConfig(**BASE, rope_parameters={**given, "rope_theta": 100.0})
+    frequencies, expected = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    config = read_hf_config({**CONFIGS["llama"], "rope_theta": 100.0, "rope_scaling": given})
+    tables = rope_tables(config.rope, 2 * len(frequencies), 64, jnp.zeros((1, 1), jnp.int32))
+    assert np.max(tables[0]) == pytest.approx(expected)  # the cosine of 0, times the magnitude
+    written = write_hf_config(config)["rope_scaling"]
+    assert (written["mscale"], written["mscale_all_dim"]) == scales
+    latent = read_hf_config({**CONFIGS["deepseek_v3"], "rope_scaling": given})
+    magnitude = 0.1 * scales[1] * math.log(4.0) + 1.0
+    assert latent.layers[0].attention.score_scale == pytest.approx(12**-0.5 * magnitude**2)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_loads_as_it_was(saved, tmp_path: pathlib.Path, dtype: str):
     export(HuggingFaceDirectory(saved("olmoe")), tmp_path / "back", ExportSpec(dtype=dtype), console=QUIET)
@@ -134,7 +172,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(name):
     # Files of T5 and DeepSeek have them, the classes have not: relative biases know no length, and there is no loss.
     for key in ("n_positions", "seq_aux"):
         ours.pop(key, None)
-    known = dict(rope)
+    # MiniMax's class has none, and its code takes whole heads then.
+    known = {"partial_rotary_factor": getattr(theirs, "partial_rotary_factor", 1.0), **rope}
     if by_layer := theirs.to_dict().get("per_layer_config"):  # Gemma 4: the class has no attribute for all layers
         known |= {"head_dim": theirs.to_dict()["head_dim"]}
         known |= {"global_head_dim": next(iter(by_layer.values()))["head_dim"]}

@@ -82,6 +82,18 @@ def test_a_config_without_types_of_layers():
     assert len(written["layer_types"]) == 26 and read_hf_config(written) == config
 
 
+def test_windows_may_have_a_scaling_of_their_own():
+    """Which only the newer style of config.json can say; without one, the older is written alone."""
+    sliding = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    given = {"full_attention": full, "sliding_attention": sliding}
+    config = read_hf_config({**GEMMA_3_1B, "rope_parameters": given})
+    assert config.rope_of(config.layers[0]) == RopeConfig(theta=1e4, scaling="linear", factor=2.0)
+    written = write_hf_config(config)
+    assert written["rope_parameters"] == given and read_hf_config(written) == config
+    assert "rope_parameters" not in write_hf_config(read_hf_config(GEMMA_3_1B))
+
+
 @pytest.mark.parametrize("scalar", [144, 168, 224, 256, 10, 3, 0.7])
 def test_the_scale_of_scores_is_written_as_it_was_read(scalar):
     config = {**CONFIGS["gemma2"], "query_pre_attn_scalar": scalar}

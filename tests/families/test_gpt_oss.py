@@ -17,7 +17,7 @@ from moe_jax.nn import Decoder, init_cache
 from tests.families.cases import CASES, SMALL
 from tests.families.reference import random_model, saved
 from tests.support.hf_checkpoints import CONFIGS
-from tests.support.tiers import one_in
+from tests.support.tiers import long
 
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 40))
 APPLY = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
@@ -54,7 +54,7 @@ def test_clamps_are_those_of_transformers(pair):
     assert not close(without, expected)  # otherwise equality would say little
 
 
-@one_in(3)
+@long
 @pytest.mark.parametrize("pieces", [(20, 3, 17), (40,), (1,) * 40], ids=["in pieces", "at once", "token by token"])
 def test_a_cache_gives_the_same_logits(pair, pieces):
     """Pieces are longer and shorter than what is attended to without chunks, and than the window."""
@@ -69,6 +69,7 @@ def test_a_cache_gives_the_same_logits(pair, pieces):
         caches, start = out.caches, start + length
 
 
+@long
 def test_packed_documents_are_those_alone(pair):
     reference, model = pair
     segments = jnp.asarray([[1] * 13 + [2] * 27] * 2, jnp.int32)

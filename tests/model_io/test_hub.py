@@ -93,7 +93,8 @@ def hub(tmp_path_factory):
     write_checkpoint(folder / "safe", config, tensors, shards=2)
     safe = {file.name: file.read_bytes() for file in (folder / "safe").iterdir()}
     extra = {"modeling_x.py": b"raise SystemExit", "pytorch_model.bin": b"x", "original/model.safetensors": b"x",
-             "consolidated.safetensors": b"x", "README.md": b"x", "generation_config.json": b"{}"}  # fmt: skip
+             "consolidated.safetensors": b"x", "README.md": b"x", "generation_config.json": b"{}",
+             "additional_chat_templates/rag.jinja": b"not x"}  # fmt: skip
     (folder / "torch").mkdir()
     state = {name: torch.from_numpy(values) for name, values in tensors.items()}
     torch.save(state, folder / "torch" / "pytorch_model.bin")
@@ -155,7 +156,8 @@ def test_models_are_fetched_without_code_and_kept(hub, tmp_path):
     ):
         assert one["code"] == 2 and why in one["said"] and len(one["said"].splitlines()) == 1, one
     shards = [f"model-{i}-of-00002.safetensors" for i in ("00001", "00002")]
-    wanted = {"README.md", "config.json", "generation_config.json", "model.safetensors.index.json", *shards}
+    template = "additional_chat_templates/rag.jinja"
+    wanted = {template, "README.md", "config.json", "generation_config.json", "model.safetensors.index.json", *shards}
     assert {name.removeprefix("org/tiny/") for name in hub.fetched if name.startswith("org/tiny/")} == wanted
     assert {name for name in hub.fetched if "torch" in name} == {"org/torch/config.json", "org/torch/pytorch_model.bin"}
     for name, model, commit in (("safe", "org/tiny", "a"), ("torch", "org/torch", "a"), ("exported", "org/tiny", "b")):

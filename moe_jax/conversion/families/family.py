@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families.rope_keys import PARTIAL
 from moe_jax.conversion.table import Ignored, Row, Table, Tied
 from moe_jax.models import ImageProcessing, ModelConfig
 
@@ -137,6 +138,11 @@ class Family:
         """Returns the number of `further` layers of a checkpoint whose config.json has these keys."""
         given = [keys[key] or 0 for key in self.further if key in keys]
         return max(given) if given else min(1, len(self.further))  # published checkpoints have one
+
+    @property
+    def rotates_parts(self) -> bool:
+        """Whether the format says what share of each head is rotated; in all other formats, whole heads are."""
+        return self.names.get(PARTIAL, PARTIAL) in self.defaults
 
     @property
     def holds_experts(self) -> bool:

@@ -2,7 +2,7 @@
 
 Transformers 4 writes `rope_theta` and `rope_scaling: {"type" or "rope_type": ..., ...}`, Transformers 5 writes
 `rope_parameters: {"rope_type": ..., "rope_theta": ..., ...}`. We write the older style: every release that reads a
-family reads it.
+family reads it. Beside it we write the newer one, where a type of layer has something that only this one can say.
 """
 
 from collections.abc import Callable
@@ -41,6 +41,9 @@ _REQUIRED = {
 _FIELDS = {key: key for keys in _KEYS.values() for key in keys} | {_ORIGINAL: "original_max_positions"}
 _LISTS = ("short_factor", "long_factor")
 _WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
+# The share of each head that is rotated. Only a family that has a default for it has code that takes a part of a head;
+# the code of all others rotates whole heads, of which a rotation of this one type leaves a part at rest.
+PARTIAL, LEAVES_A_PART = "partial_rotary_factor", "proportional"
 
 
 def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeConfig:
@@ -50,7 +53,8 @@ def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeCon
     lengths of LongRoPE's factors are compared.
 
     Raises:
-      InputError: unknown type, missing or contradicting values.
+      InputError: unknown type, missing or contradicting values; or a part of each head would be rotated in a family
+        that rotates whole heads.
     """
     values = _one_dict(config)
     theta = values.pop("rope_theta", None)
@@ -61,17 +65,21 @@ def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeCon
         raise InputError(
             f"config.json: rope_theta is {top_theta}, but its rope parameters say {shown(theta)}; keep one"
         )
-    fraction, top_fraction = values.pop("partial_rotary_factor", None), config.number("partial_rotary_factor")
+    fraction, top_fraction = values.pop(PARTIAL, None), config.number(PARTIAL)
     if fraction is None:
         fraction = top_fraction
-    elif config.given("partial_rotary_factor") and fraction != top_fraction:
+    elif config.given(PARTIAL) and fraction != top_fraction:
         raise InputError(
-            f"config.json: partial_rotary_factor is {top_fraction}, but its rope parameters say {shown(fraction)}; "
-            "keep one"
+            f"config.json: {PARTIAL} is {top_fraction}, but its rope parameters say {shown(fraction)}; keep one"
         )
-    fraction = 1.0 if fraction is None else _checked("partial_rotary_factor", fraction)
+    fraction = 1.0 if fraction is None else _checked(PARTIAL, fraction)
 
     scaling = _scaling(values)
+    if fraction != 1.0 and scaling != LEAVES_A_PART and not config.has_default(PARTIAL):
+        raise InputError(
+            f"config.json: {PARTIAL} is {fraction}, but the code of this family rotates whole heads, whatever it says; "
+            "remove the key if so does the model"
+        )
     fields: dict[str, Any] = {}
     for key in _KEYS[scaling]:
         value = values.pop(key, None)
@@ -110,7 +118,7 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """Returns the keys of config.json for `rope`, in the style of Transformers 4."""
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
     if rope.fraction != 1.0:
-        keys["partial_rotary_factor"] = rope.fraction
+        keys[PARTIAL] = rope.fraction
     if rope.scaling != "none":
         # Releases before 4.43 know `type` only and refuse any third key beside it.
         name = "type" if rope.scaling in ("linear", "dynamic") else "rope_type"
@@ -124,6 +132,14 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
             # Transformers 4 takes LongRoPE's original length only from here.
             keys[_ORIGINAL] = rope.original_max_positions
     return keys
+
+
+def write_rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+    """Returns the one object for `rope` in the style of Transformers 5, in which types of layers may have one each."""
+    keys = write_rope(rope)
+    scaling = keys.pop("rope_scaling") or {}
+    name = scaling.pop("type", None) or scaling.pop("rope_type", "default")
+    return {"rope_type": name, **scaling, **keys}
 
 
 def _one_dict(config: HFConfig) -> dict[str, Any]:
@@ -171,7 +187,11 @@ _NUMBERS = (
 )
 _KINDS: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
     "truncate": ("true or false", lambda value: isinstance(value, bool), bool),
-    "partial_rotary_factor": ("a number", is_finite, float),
+    PARTIAL: ("a number", is_finite, float),
+    # 0 is how a config says that there is no such magnitude.
+    **dict.fromkeys(
+        ("mscale", "mscale_all_dim"), ("a number from 0 on", lambda value: is_finite(value) and value >= 0, float)
+    ),
     # Some configs write it as 8192.0.
     _ORIGINAL: ("a number of positions", lambda value: _is_positive(value) and value == int(value), int),
     **dict.fromkeys(_LISTS, _NUMBERS),

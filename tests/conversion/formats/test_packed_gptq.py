@@ -22,6 +22,7 @@ from moe_jax.experts.on_host import expert_kernels
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.packed_weights import awq_settings, gptq_settings, in_awq, in_gptq
 from tests.support.quantized_checkpoints import plain_checkpoint, write_quantised
+from tests.support.tiers import one_in
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 FLOAT16 = np.dtype(np.float16)
@@ -59,6 +60,7 @@ def experts_of(model: pathlib.Path) -> dict[str, np.ndarray]:
 # --- a matrix -------------------------------------------------------------------------------------
 
 
+@one_in(3)
 @pytest.mark.parametrize("group_size", [32, None])
 @pytest.mark.parametrize(("bits", "symmetric"), [(2, True), (3, True), (4, True), (8, True), (3, False), (4, False)])
 def test_our_reader_decodes_what_the_encoder_meant(bits, symmetric, group_size, tmp_path):
@@ -96,6 +98,7 @@ def test_scales_beyond_float16():
 # --- models ---------------------------------------------------------------------------------------
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "options", "packings"),
     [
@@ -162,6 +165,7 @@ def test_modules_that_vllm_joins_have_the_rules_of_their_parts(plain, tmp_path):
 # --- codes that stay ------------------------------------------------------------------------------
 
 
+@one_in(2)
 @pytest.mark.parametrize(("bits", "dtype"), [(2, "float32"), (3, "bfloat16"), (4, "float32"), (8, "bfloat16")])
 def test_plain_codes_leave_as_they_are_and_come_back(plain, tmp_path, bits, dtype, capfd):
     moe_jax.convert(plain("mixtral"), tmp_path / "model", dtype=dtype)
@@ -182,6 +186,7 @@ def test_plain_codes_leave_as_they_are_and_come_back(plain, tmp_path, bits, dtyp
         np.testing.assert_array_equal(HuggingFaceDirectory(tmp_path / "codes").read(path), kernels, err_msg=path)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("quantise", "settings", "written"),
     [

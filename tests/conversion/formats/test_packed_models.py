@@ -15,6 +15,7 @@ from moe_jax.conversion.formats.encoders import ENCODERS
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, open_checkpoint
 from tests.support.numerics import logits_of
 from tests.support.quantized_checkpoints import plain_checkpoint
+from tests.support.tiers import one_in
 
 TOKENS = [[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]]
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -42,6 +43,7 @@ def endings(folder: pathlib.Path) -> dict[str, set[str]]:
     return found
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "code", "zeros"),
     [

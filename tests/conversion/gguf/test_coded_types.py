@@ -17,6 +17,7 @@ from moe_jax.experts.forms.coding import Residual, own_of
 from moe_jax.experts.on_host import base_kernel, expert_kernels
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.moe_models import EXPERTS, moe_config
+from tests.support.tiers import one_in
 
 DENSE = dense_config(num_layers=2, d_model=256, dim=256)
 DENSE = dataclasses.replace(DENSE, family="llama")
@@ -84,6 +85,7 @@ def types_of(file):
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_types_are_those_of_codes(tmp_path, name):
     """Of every case, and that what is read is near to what the codes stand for."""

@@ -21,6 +21,7 @@ from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.gguf_files import tensors_of
 from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint
 from tests.support.seeing_models import seeing
+from tests.support.tiers import one_in
 
 FAMILIES = [family for architecture in ARCHITECTURES.values() for family in architecture.families]
 # What no architecture says: dense layers among MoEs, other activations.
@@ -60,6 +61,7 @@ def assert_same_numbers(a, b, *, tolerance=0):
         )
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_out_and_in_is_the_same_model(tmp_path, name, dtype):

@@ -1,6 +1,7 @@
 """config.json in both styles, for all families: what it means, what is given back, what is refused."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import pathlib
@@ -368,6 +369,45 @@ def test_a_rope_parameter_that_is_null_is_not_given():
     assert read_hf_config({**LLAMA, "rope_parameters": parameters}).rope == RopeConfig(
         theta=7.0, scaling="linear", factor=2.0
     )
+
+
+def test_part_of_a_head_is_rotated_in_the_families_alone_whose_code_in_transformers_does():
+    folder = pathlib.Path(importlib.util.find_spec("transformers").origin).parent / "models"
+    for name, config in CONFIGS.items():
+        family = FAMILIES[config["model_type"]]
+        code = [*(folder / family.name.removesuffix("_text")).glob("modeling_*.py")]
+        if name != family.name or family.own_code or not code:
+            continue
+        # The names of what their code cuts off a head before it rotates it.
+        rotates_parts = any(re.search("rotary_ndims|rotary_dim = cos", file.read_text()) for file in code)
+        assert family.rotates_parts == rotates_parts, name
+        if not rotates_parts and name != "nemotron_h":  # which rotates nothing
+            assert "partial_rotary_factor" in complaint({**config, "partial_rotary_factor": 0.5}), name
+
+
+def test_windows_of_olmo3_may_have_a_base_of_their_own():
+    types = ("full_attention", "sliding_attention")
+    given = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in zip(types, (1e6, 1e4), strict=True)}
+    olmo3 = {key: value for key, value in CONFIGS["olmo3"].items() if key not in ("rope_theta", "rope_scaling")}
+    config = read_hf_config({**olmo3, "rope_parameters": given})
+    assert {config.rope_of(layer).theta for layer in config.layers} == {1e6, 1e4}
+    written = write_hf_config(config)
+    assert written["rope_parameters"] == given and read_hf_config(written) == config
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.0])
+def test_a_family_that_rotates_whole_heads_is_not_said_to_rotate_parts(fraction: float):
+    """But where the type of rotation itself leaves a part out; Transformers reads all types with the same code."""
+    given = {"rope_theta": 1e4, "partial_rotary_factor": fraction}
+    assert "partial_rotary_factor" in complaint({**LLAMA, "rope_parameters": {"rope_type": "default", **given}})
+    plain = read_hf_config(LLAMA)
+    assert read_hf_config({**LLAMA, "partial_rotary_factor": 1.0}) == plain
+    rope = dataclasses.replace(plain.rope, fraction=fraction)
+    with pytest.raises(InputError, match="'llama'"):
+        write_hf_config(dataclasses.replace(plain, rope=rope))
+    config = read_hf_config({**LLAMA, "rope_parameters": {"rope_type": "proportional", "factor": 1.0, **given}})
+    assert config.rope.fraction == fraction
+    assert read_hf_config(write_hf_config(config)).rope == config.rope
 
 
 @pytest.mark.parametrize(("family", "count"), [("mixtral", "num_local_experts"), ("olmoe", "num_experts")])

@@ -1,6 +1,7 @@
 """Upcycled models leave in a format that can hold them: deltas merged, same logits."""
 
 import dataclasses
+import io
 import itertools
 import math
 import pathlib
@@ -12,9 +13,9 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from moe_jax.conversion import HuggingFaceDirectory, export, read_hf_config
+from moe_jax.conversion import HuggingFaceDirectory, export, read_hf_config, write_hf_config
 from moe_jax.conversion.families import FAMILIES
-from moe_jax.conversion.hf_format import exported_config
+from moe_jax.conversion.hf_format import exported_config, print_changes
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.sparse import to_csr
@@ -101,7 +102,7 @@ EXPORTS = {
 }
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str):
     import torch
@@ -236,6 +237,20 @@ def test_what_only_deepseek_has_leaves_as_deepseek(tmp_path: pathlib.Path):
     tokens = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
     expected = logits(source, tokens)
     assert np.abs(logits(back, tokens) - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+def test_code_that_must_come_with_a_model_is_named_though_its_family_stays():
+    config = dataclasses.replace(
+        read_hf_config({**CONFIGS["deepseek_v3"], "model_type": "kimi_k2"}),
+        foreign={"auto_map": {"AutoConfig": "configuration_deepseek.X", "AutoModel": "someone/code--modeling_x.Y"}},
+    )
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_changes(config, exported_config(config, replicate_dense=True), {}, console)
+    print_changes(LLAMA, LLAMA, {}, console)
+    (said,) = console.export_text().splitlines()
+    assert "'kimi_k2'" in said and "trust_remote_code" in said
+    assert "configuration_deepseek.py" in said and "modeling_x" not in said
+    assert write_hf_config(config)["auto_map"] == config.foreign["auto_map"]
 
 
 def test_a_shared_expert_of_zeros_is_as_narrow_as_may_be():

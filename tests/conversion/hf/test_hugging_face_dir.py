@@ -13,6 +13,7 @@ from moe_jax.conversion import HuggingFaceDirectory, checkpoint_source, is_huggi
 from moe_jax.conversion.checkpoint_source import row_chunks
 from moe_jax.conversion.table import FUSED, LAYOUTS
 from moe_jax.core.errors import InputError
+from moe_jax.files.tokenizer_files import by_name
 from moe_jax.model_io.loading import leaf_specs
 from tests.support.hf_checkpoints import BASE, CONFIGS, DTYPES, random_tensors, write_checkpoint
 
@@ -310,8 +311,16 @@ def test_the_cache_of_the_hub_consists_of_links(tmp_path: pathlib.Path):
     blobs.mkdir()
     (blobs / "9f").write_text("{}")
     (snapshot / "tokenizer.json").symlink_to("../../blobs/9f")
-    assert [file.name for file in HuggingFaceDirectory(snapshot).tokenizer_files] == ["tokenizer.json"]
+    templates = snapshot / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").symlink_to("../../../blobs/9f")
+    names = ["additional_chat_templates/rag.jinja", "tokenizer.json"]
+    assert [*by_name(HuggingFaceDirectory(snapshot).tokenizer_files)] == names
     (tmp_path / "environ").write_text("SECRET=1")
+    (templates / "x.jinja").symlink_to(tmp_path / "environ")
+    with pytest.raises(InputError, match="x.jinja is .* to .*environ, outside"):
+        _ = HuggingFaceDirectory(snapshot).tokenizer_files
+    (templates / "x.jinja").unlink()
     (snapshot / "merges.txt").symlink_to(tmp_path / "environ")
     with pytest.raises(InputError, match="merges.txt is .* to .*environ, outside"):
         _ = HuggingFaceDirectory(snapshot).tokenizer_files

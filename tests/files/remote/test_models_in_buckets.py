@@ -8,6 +8,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import by_name, copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -50,6 +51,23 @@ def test_config_json_is_written_last_and_nothing_else_is_left(bucket, dense):
     puts = [request.name for request in bucket.requests if request.verb == "put" and "partial" not in request.name]
     assert puts[-1] == "models/dense/config.json"
     assert not [name for name in bucket.names() if ".partial" in name or "attempt" in name]
+
+
+def test_templates_of_chats_lie_in_a_folder_there_too(bucket):
+    """Also where a listing does not show them yet; a list that names anything else in a folder is not followed."""
+    bucket.delay = 1000
+    files = {"tokenizer.json": b"{}", "additional_chat_templates/rag.jinja": b"x"}
+    copy_tokenizer_files(files, as_path(MODEL))
+    assert by_name(tokenizer_files_in(as_path(MODEL))).keys() == files.keys()
+    bucket.delay = 0
+    copied = as_path("gs://bucket/models/copied")
+    copy_tokenizer_files(files, copied)
+    listed = ["../dense/tokenizer.json", "additional_chat_templates/../merges.txt"]
+    (copied / "files.json").write_text(json.dumps({"files": listed}))
+    assert by_name(tokenizer_files_in(copied)).keys() == files.keys()
+    (copied / "files.json").unlink()
+    assert by_name(tokenizer_files_in(copied)).keys() == files.keys()
+    assert tokenizer_files_in(copied)[0].read_bytes() == b"x"
 
 
 @long

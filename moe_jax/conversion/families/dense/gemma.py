@@ -7,6 +7,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
+from moe_jax.conversion.families.rope_keys import write_rope_parameters
 from moe_jax.conversion.families.windows import FULL, SLIDING, read_layer_types, read_ropes, write_layer_types
 from moe_jax.conversion.table import Table, norm
 from moe_jax.core.errors import InputError, shown
@@ -199,6 +200,8 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
         sliding = [i for i, kind in enumerate(types) if kind == SLIDING]
         local = usual.same_in_all_layers(config, "rotary embedding of windows", config.rope_of, among=sliding)
         keys["rope_local_base_freq"] = local.theta
+        if local.scaling != "none":  # which only Transformers 5 has, in its own style
+            keys["rope_parameters"] = {FULL: write_rope_parameters(config.rope), SLIDING: write_rope_parameters(local)}
     # Releases before 4.53 know no types of layers; in them every n-th layer is without a window.
     every = types.index(FULL) + 1 if FULL in types else len(types) + 1
     if types == [SLIDING if (i + 1) % every else FULL for i in range(len(types))]:

@@ -7,7 +7,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.rope_keys import read_rope, write_rope
+from moe_jax.conversion.families.rope_keys import read_rope, write_rope_parameters
 from moe_jax.conversion.families.windows import FULL, SLIDING, read_layer_types, write_layer_types
 from moe_jax.conversion.table import Row, Table, norm
 from moe_jax.core.errors import InputError, shown
@@ -153,7 +153,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     if full is None:
         raise InputError("in the format of 'gemma4_text' the last layer sees all, and has no sliding window")
     narrow = config.layers[first.get(SLIDING, first[FULL])].softmax_attention
-    ropes = {kind: _write_rope(config.rope_of(config.layers[i])) for kind, i in first.items()}
+    ropes = {kind: write_rope_parameters(config.rope_of(config.layers[i])) for kind, i in first.items()}
     keys: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -187,13 +187,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": moe.universal_ffn.dim,
         "hidden_activation": usual.write_activation(moe.expert),
     }
-
-
-def _write_rope(rope: RopeConfig) -> dict[str, Any]:
-    written = write_rope(rope)
-    scaling = written.pop("rope_scaling") or {}
-    name = scaling.pop("type", None) or scaling.pop("rope_type", "default")
-    return {"rope_type": name, **scaling, **written}
 
 
 # --- tensors --------------------------------------------------------------------------------------

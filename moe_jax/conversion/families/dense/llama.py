@@ -7,7 +7,6 @@ from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
 from moe_jax.conversion.families.windows import write_window
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
-from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig
 
 _DEFAULTS = {
@@ -69,8 +68,6 @@ def _read_mixtral(config: HFConfig) -> ModelConfig:
 
 def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
     moe = usual.uniform_moe(config)
-    if config.rope.fraction != 1.0:  # the key would be written, and Transformers would not ask for it
-        raise InputError(f"in the format of 'mixtral' whole heads are rotated, not {config.rope.fraction} of each")
     return {
         **usual.write_decoder(config),
         **usual.write_ffn(moe.expert),

@@ -6,10 +6,10 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import SCORE, Family
-from moe_jax.conversion.families.rope_keys import write_rope
+from moe_jax.conversion.families.rope_keys import write_rope_parameters
 from moe_jax.conversion.families.windows import FULL, SLIDING, read_ropes, read_windows, write_layer_types
 from moe_jax.conversion.table import Table, norm
-from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 _DEFAULTS = {
     "hidden_act": "silu",
@@ -75,17 +75,11 @@ def _write_olmo3(config: ModelConfig) -> dict[str, Any]:
     local = config.rope
     if sliding:
         local = usual.same_in_all_layers(config, "rotary embedding of windows", config.rope_of, among=sliding)
+    if local.theta != config.rope.theta:
+        del keys["rope_theta"]  # it would speak of both
     # Transformers 5 takes the base of windows from here alone, and Transformers 4 does not read it.
-    by_type = {FULL: _parameters(config.rope), SLIDING: _parameters(local)}
+    by_type = {FULL: write_rope_parameters(config.rope), SLIDING: write_rope_parameters(local)}
     return {**keys, "sliding_window": None, **types, "rope_parameters": by_type}
-
-
-def _parameters(rope: RopeConfig) -> dict[str, Any]:
-    """Returns a rotary embedding in the style of Transformers 5."""
-    keys = write_rope(rope)
-    scaling = dict(keys["rope_scaling"] or {})
-    name = scaling.pop("type", None) or scaling.pop("rope_type", "default")
-    return {"rope_type": name, "rope_theta": keys["rope_theta"], **scaling}
 
 
 OLMO3 = replace(

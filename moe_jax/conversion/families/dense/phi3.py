@@ -56,6 +56,7 @@ PHI3 = Family(
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
         "intermediate_size": 8192,
         "bos_token_id": 1,
         "eos_token_id": 32000,

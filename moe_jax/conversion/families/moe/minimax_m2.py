@@ -79,6 +79,7 @@ MINIMAX_M2 = Family(
         "max_position_embeddings": 196608,
         "rms_norm_eps": 1e-6,
         "rope_theta": 5000000.0,
+        "partial_rotary_factor": 1.0,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "intermediate_size": 1536,
