@@ -35,7 +35,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import Decoder
 from moe_jax.upcycling import UpcycleSpec, upcycled_config
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 
 SCALE, MODEL = STORIES.name, "tiny-s0"
 """Of the scale only the length of rows counts here."""
@@ -101,7 +101,7 @@ def test_what_changes_nothing_costs_nothing(place: Place):
     assert whole["expert_params"] == 2 * 4 * 3 * 16 * 32
 
 
-@one_in(5)
+@long
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -132,6 +132,7 @@ def test_no_more_can_be_lost_than_all_deltas(place: Place, dense: Leaves):
     assert largest_difference(over_mean["losses"], nothing["losses"]) > 1e-4
 
 
+@long
 def test_permuted_experts_compute_the_same_and_a_barycenter_finds_their_order(place: Place):
     source, whole = compression_job.kept_model(place, SCALE, MODEL)
     permuted = read_leaves(CastSource(with_permuted_neurons(source, 0), "float32"))
@@ -187,6 +188,7 @@ def test_two_workers_may_round_a_model(place: Place, tmp_path: pathlib.Path, mon
     assert {folder.name for folder in kept.parent.iterdir()} == {"model", "bfloat16"}
 
 
+@long
 def test_noise_grows_with_deltas_and_rates(place: Place):
     small, large = (
         measure_noise(place, DeltaNoise(SCALE, MODEL, factor, (0.0, 0.5, 0.9), seed=0)) for factor in (0.5, 1.0)

@@ -12,7 +12,7 @@ import rich.console
 
 from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.api.open_source import open_recipe_model, open_source
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.files import json_toml
 from moe_jax.files.staging import check_beside
 from moe_jax.files.storage_path import as_path
@@ -30,6 +30,11 @@ RecipeOrPath = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 # Sections and keys of a recipe that say where a run's files are: batches in memory need none.
 _OF_FILES = ("run_dir", "data", "checkpoint", "log", "eval")
 _OF_MODEL_FILES = ("path", "base", "config", "init", "output_dtype")
+# Values of these that would change the result, and are not for batches: what to do in their place.
+_NOT_IN_MEMORY = {
+    "init": "give a model with new weights, moe_jax.load(recipe)",
+    "output_dtype": "load the trained model in it, moe_jax.load(trained, dtype=...)",
+}
 
 
 def train(
@@ -58,7 +63,8 @@ def train(
     Args:
       recipe: the path of a recipe, a recipe, or its keys as nested mappings. With batches the keys that name files do
         not count, nor have to be there: `run_dir`, `model.path`, `data`, `checkpoint`, `log`, `eval`; without
-        `train.batch_size` it is that of the first batch, and without `mesh` the model stays on its devices.
+        `train.batch_size` it is that of the first batch, and without `mesh` the model stays on its devices. They do
+        not go with `model.init = "random"` and `model.output_dtype`: what is trained has the dtype `model.param_dtype`.
       model: the model that is trained on the batches, or its path; it is not changed.
       batches: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or
         mappings, as the training step takes them: `tokens` and `targets` [B, T], and perhaps `weights`, 0 where a
@@ -172,7 +178,11 @@ def _train_in_memory(
     table: dict[str, Any], model: Model, batches: Iterable[Batch], on_step: Callable[[Record], object]
 ) -> Model:
     source = model.source
-    section = {key: value for key, value in table.get("model", {}).items() if key not in _OF_MODEL_FILES}
+    given = table.get("model", {})
+    for key, instead in _NOT_IN_MEMORY.items():
+        if given.get(key) not in (None, "checkpoint"):
+            raise InputError(f"model.{key} = {shown(given[key])} does not go with batches in memory; {instead}")
+    section = {key: value for key, value in given.items() if key not in _OF_MODEL_FILES}
     table = {key: value for key, value in table.items() if key not in _OF_FILES}
     table |= {"run_dir": "in memory", "model": section | {"path": "in memory"}}
     batches = iter(batches)

@@ -90,6 +90,7 @@ def _inspect(task: "Task", options: Options) -> None:
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
+    from moe_jax.data.sections import input_length
     from moe_jax.data.tokenize_sources import preview
 
     found = preview(
@@ -103,7 +104,8 @@ def _inspect(task: "Task", options: Options) -> None:
         for number, document in enumerate(source.shown, start=1):
             console.print(f"[bold]--- {escape(source.path)}: document {number} ---[/bold]", soft_wrap=True)
             console.print(_text(document, in_colour=console.is_terminal), soft_wrap=True)
-    caption = f"too long: longer than data.seq_len = {task.section.seq_len}, and cut there"
+    inputs = f" (inputs: {input_length(task.section)})" if task.config.has_encoder else ""
+    caption = f"too long: longer than data.seq_len = {task.section.seq_len}{inputs}, and cut there"
     is_cut = any(source.too_long for source in found)
     table = Table("source", "format", *_COUNTS, caption=caption if is_cut else None)
     if any(source.pictures for source in found):

@@ -163,7 +163,8 @@ class PackedRow(Row):
         document = int(later_starts[0]) + 1 if len(later_starts) else left
         if document <= space:
             return document
-        return 0 if space < self._seq_len else space
+        # One that no row holds is cut anyway, and begins where the row is.
+        return space if document > self._seq_len else 0
 
 
 def check_room(count: int, per_picture: int, seq_len: int) -> None:

@@ -57,6 +57,11 @@ class _RowsIterator(grain.DatasetIterator):
         return {"identity": self._identity, "rows": {str(row.number): [row.record, row.offset] for row in self._rows}}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        if "blocks" in self._identity and "blocks" not in state["identity"]:
+            raise InputError(
+                "this position belongs to an older order of sources with weights, which is not made any more; go on "
+                "with the version that the run began with, or start a new run"
+            )
         if state["identity"] != self._identity:
             raise InputError(
                 f"the training data changed: this position belongs to {state['identity']}, the files now make "
@@ -104,7 +109,11 @@ def open_data(
     sources = open_sources(section, config, batch_size, tokenizer_path)
     sizes = [source.size for source in sources]
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
-    records, at_once = _ordered(section, sources, sizes, seed), 1
+    records, at_once = _ordered(section, sources, sizes, seed=seed, batch_size=batch_size), 1
+    identity = {"records": sum(map(len, sources)), "bytes": sum(sizes)}
+    if _weights(section):
+        identity["blocks"] = batch_size
+        _say_what_ends(section, sizes, note)
     if config.has_encoder:
         lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
 
@@ -132,7 +141,7 @@ def open_data(
         at_once = 1 if room is None else os.cpu_count() or 1
     dataset: grain.IterDataset = RowBatches(
         lambda: [make(row) for row in rows],
-        identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
+        identity=identity,
         at_once=max(at_once, *(as_path(source.path).at_once for source in section.sources)),
     )
     if section.prefetch:
@@ -205,20 +214,59 @@ def _describe_cuts(
     )
 
 
-def _ordered(section: DataSection, sources: Sequence[Files], sizes: Sequence[int], seed: int) -> grain.MapDataset:
+def _weights(section: DataSection) -> list[float]:
+    """Returns the weights of all sources; none if sources count by their size."""
+    return [source.weight for source in section.sources if source.weight is not None]
+
+
+def _say_what_ends(section: DataSection, sizes: Sequence[int], note: Callable[[str], object]) -> None:
+    """Says which source with a weight ends the training, where others are not read as often by then."""
+    passes = [size / weight for size, weight in zip(sizes, _weights(section), strict=True)]
+    first = section.sources[passes.index(min(passes))].path
+    if section.epochs is not None and max(passes) > 1.01 * min(passes):
+        note(f"data.epochs = {section.epochs} ends with {first}: by its weight it is used up before the other sources")
+
+
+class _InBlocks(grain.MapDataset):
+    """Records in an order of its own within every block of `size`; the last block, if it is not full, stays as it is.
+
+    A mixture is periodic, and a row of the batch reads every B-th record: where both periods beat, rows would read one
+    source only, and as each takes as many tokens as the others, not records, weights would not be kept.
+    """
+
+    def __init__(self, parent: grain.MapDataset, *, size: int, seed: int):
+        super().__init__(parent)
+        self._records, self._size, self._seed = parent, size, seed
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: Any) -> Any:
+        block, place = divmod(index, self._size)
+        if (block + 1) * self._size > len(self):
+            return self._records[index]
+        # Raw numbers of a bit generator are the same in every version of NumPy: a run may go on with another one.
+        numbers = np.random.Philox(key=[self._seed, block]).random_raw(self._size)
+        return self._records[block * self._size + int(np.argsort(numbers, kind="stable")[place])]
+
+
+def _ordered(
+    section: DataSection, sources: Sequence[Files], sizes: Sequence[int], *, seed: int, batch_size: int
+) -> grain.MapDataset:
     datasets = [grain.MapDataset.source(source) for source in sources]
-    weights = [source.weight for source in section.sources if source.weight is not None]
-    if len(weights) < len(section.sources):
+    weights = _weights(section)
+    if not weights:
         merged = grain.MapDataset.concatenate(datasets)
         return (merged.shuffle(seed) if section.shuffle else merged).repeat(section.epochs)
     if section.shuffle:
         datasets = [dataset.shuffle(seed) for dataset in datasets]
     # Records of different sources differ in length; weights are shares of text, not of records.
     records_per_byte = [len(source) / max(size, 1) for source, size in zip(sources, sizes, strict=True)]
-    return grain.MapDataset.mix(
+    mixed = grain.MapDataset.mix(
         [dataset.repeat(section.epochs) for dataset in datasets],
         weights=[weight * density for weight, density in zip(weights, records_per_byte, strict=True)],
     )
+    return _InBlocks(mixed, size=batch_size, seed=seed)
 
 
 def _check_length(source: SourceSection, records: Files, tokenizer: Tokenizer, seq_len: int) -> None:

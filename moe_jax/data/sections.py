@@ -169,7 +169,8 @@ class DataSection:
       packing: `split` fills every sequence and cuts documents at its end; `whole` starts a new sequence rather than
         cut a document that would fit into one.
       shuffle: whether documents are shuffled with the seed, differently in every epoch.
-      epochs: passes over the data after which training ends early. None: no limit.
+      epochs: passes over the data after which training ends early; where sources have weights, passes over the source
+        that is used up first, and the others are then not read as often. None: no limit.
       piece_kib: a long text is read in pieces of about this many KiB, cut at line ends.
       prefetch: batches prepared ahead in the background.
       image_folder: the folder that names of pictures are inside of; no name leads out of it. None: the folder of the

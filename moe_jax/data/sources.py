@@ -38,6 +38,7 @@ from moe_jax.models import ModelConfig
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
 _LEAST_OF_CONVERSATION = 1 << 10
+_MOST_OF_RUN = 4 << 10
 _CHUNK = 16 << 20
 
 
@@ -75,12 +76,18 @@ class _DataFileRecords:
 class TextFile(_DataFileRecords):
     """A text file in pieces of about `piece` bytes, cut after a separator, else a line end, else a character.
 
-    Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index.
+    Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index. Where
+    separators could overlap, as line ends in a row do, they are those that `str.split` finds from the first of the row
+    on, if that is at most `_MOST_OF_RUN` bytes before.
     """
 
     def __init__(self, file: Path | DataFile, *, piece: int, separator: str | None = None, name: Path | None = None):
         super().__init__(file, name)
         self._piece, self._separator = piece, separator
+        self._bytes = bytes_ = (separator or "").encode()
+        self._may_overlap = any(bytes_.endswith(bytes_[:size]) for size in range(1, len(bytes_)))
+        # How far before the byte where a piece may begin a search for the separator before it begins at most.
+        self._back = max(_MOST_OF_RUN, 2 * len(bytes_)) if self._may_overlap else len(bytes_)
 
     def __len__(self) -> int:
         return -(-self.size // self._piece)
@@ -92,9 +99,9 @@ class TextFile(_DataFileRecords):
     def __getitem__(self, index: int) -> list[Example]:
         begin, end = index * self._piece, (index + 1) * self._piece
         # A separator may end at `begin`, or extend across it.
-        first = max(0, begin - len((self._separator or "").encode()))
-        # The end of the piece is found in the next piece.
-        content = self._file.read(first, end + self._piece - first)
+        first = max(0, begin - self._back)
+        # The end of the piece is found in the next piece, or after a separator that begins there.
+        content = self._file.read(first, end + self._piece + len(self._bytes) - first)
         start, begins = self._cut(content, first, begin)
         stop, ends = self._cut(content, first, end)
         try:
@@ -118,18 +125,40 @@ class TextFile(_DataFileRecords):
             return len(BOM_UTF8) if content.startswith(BOM_UTF8) else 0, True  # it says the encoding, and is no text
         if begin >= self.size:
             return self.size, True
-        separator = (self._separator or "").encode()
-        back = min(begin, len(separator))
-        window = content[begin - back - first : begin + self._piece - first]
-        at = window.find(separator) if separator else -1
+        here = begin - first
+        stop = min(here + self._piece, len(content))
+        if self._bytes:
+            size = len(self._bytes)
+            at = self._search_from(content, first, begin) - first - size
+            while True:
+                # One that begins before `stop` counts, or a line end within it could be taken for a boundary.
+                at = content.find(self._bytes, at + size, stop + size - 1)
+                if at < 0 or at + size >= here:
+                    break
+            if at >= 0:
+                return first + at + size, True
+        at = content.find(b"\n", here, stop)
         if at >= 0:
-            return begin - back + at + len(separator), True
-        at = window.find(b"\n", back)
-        if at >= 0:
-            return begin - back + at + 1, False
+            return first + at + 1, False
         # Bytes 0b10xxxxxx continue a character.
-        later = (i for i in range(back, len(window)) if window[i] & 0xC0 != 0x80)
-        return begin - back + next(later, len(window)), False
+        later = (i for i in range(here, stop) if content[i] & 0xC0 != 0x80)
+        return first + next(later, stop), False
+
+    def _search_from(self, content: bytes, first: int, begin: int) -> int:
+        """Returns the byte from which separators are looked for, so that one that ends at `begin` is found.
+
+        No separator extends across it, so that those found are the ones that a search of the whole file finds.
+        """
+        size, least = len(self._bytes), max(0, begin - self._back)
+        at = nearest = max(0, begin - size)
+        while self._may_overlap and at > 0:
+            if at - size + 1 < least and least > 0:
+                return nearest  # the row of separators is too long; the answer must depend on `begin` alone
+            found = content.find(self._bytes, max(0, at - size + 1 - first), at + size - 1 - first)
+            if found < 0:
+                break
+            at = first + found
+        return at
 
 
 class JsonLines(_DataFileRecords):

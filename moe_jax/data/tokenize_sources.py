@@ -70,7 +70,8 @@ class SourcePreview:
       counted_records, documents, tokens, scored: of the first records, which were tokenised.
       longest: number of tokens of the longest of these documents.
       pictures: number of pictures in these documents.
-      too_long: number of these documents that do not fit into a sequence.
+      too_long: number of these documents that do not fit into a sequence; with an encoder, of those whose input or
+        target is longer than it may be.
       estimated_tokens: of all records, if the others are like the first.
     """
 
@@ -103,7 +104,13 @@ def preview(
     sources = open_sources(section, config, batch_size, tokenizer_path)
     skips = section.on_bad_image == "skip"
     room = None if config.has_encoder else picture_room(section, config, sources, tokenizer.per_picture)
-    length = section.seq_len + (input_length(section) if config.has_encoder else 0)
+
+    def is_too_long(document: Document) -> bool:
+        if not config.has_encoder:
+            return len(document.ids) > section.seq_len + 1  # a sequence is of tokens that each have a next one
+        scored = int(document.scored.sum())
+        return scored > section.seq_len or len(document.ids) - scored > input_length(section)
+
     found = []
     for settings, records in zip(section.sources, sources, strict=True):
         counted, documents = _first_documents(records, tokenizer, whole=count)
@@ -122,7 +129,7 @@ def preview(
                 scored=sum(int(document.scored.sum()) for document in documents),
                 longest=max(lengths, default=0),
                 pictures=sum(len(document.pictures) for document in documents),
-                too_long=sum(size > length for size in lengths),
+                too_long=sum(map(is_too_long, documents)),
                 estimated_tokens=sum(lengths) * len(records) // max(counted, 1),
                 shown=tuple(tuple(parts(document, tokenizer, load, skips=skips)) for document in documents[:count]),
             )

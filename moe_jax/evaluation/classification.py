@@ -214,14 +214,37 @@ def label_pairs(
 ) -> list[Pair]:
     """Returns a text, cut to `input_len` tokens, with every label.
 
-    Without an encoder, a blank stands between text and label unless the text ends with white space. Raises
-    `BadDocument` if no token stands before the labels, so that their first is not predicted.
+    Without an encoder, a blank stands between text and label unless the text ends with white space, and `input_len`
+    counts both: where they are longer with the longest label, the beginning of the text is left out, the same for all
+    labels.
+
+    Raises:
+      BadDocument: if no token stands before the labels, so that their first is not predicted.
+      InputError: if a label leaves no token of the text.
     """
-    lengths = {"input_len": input_len} if config.has_encoder else {"seq_len": input_len}
-    before = text if config.has_encoder or not text or text[-1].isspace() else f"{text} "
-    if not config.has_encoder and not len(tokenizer.prompt(before)):
+
+    def pair(before: str, label: str, **lengths: int) -> Pair:
+        return tokenizer.pair(Example(before + label, len(before), is_response=True), **lengths)
+
+    if config.has_encoder:
+        return [pair(text, label, input_len=input_len) for label in labels]
+    before = text if not text or text[-1].isspace() else f"{text} "
+    if not len(tokenizer.prompt(before)):
         raise BadDocument("a text to be labelled has no tokens")
-    return [tokenizer.pair(Example(before + label, len(before), is_response=True), **lengths) for label in labels]
+    pairs = [pair(before, label) for label in labels]
+    longest, label = max(zip(pairs, labels, strict=True), key=lambda one: len(one[0].tokens))
+    left_out = len(longest.tokens) - input_len
+    if left_out <= 0:
+        return pairs
+    if any(one.weights[:left_out].any() for one in pairs):
+        raise InputError(
+            f"label {shown(label)} has {int(longest.weights.sum()):,} tokens, and leaves nothing of a text in "
+            f"input_len = {input_len:,}; give a larger one"
+        )
+    return [
+        Pair(one.tokens[left_out:], one.targets[left_out:], one.weights[left_out:], target_was_cut=True)
+        for one in pairs
+    ]
 
 
 def scores_by_likelihood(
@@ -229,7 +252,7 @@ def scores_by_likelihood(
 ) -> tuple[Float[np.ndarray, "n C"], int]:
     """Returns the log-likelihood of every label after every text, given its `label_pairs`, and how many were cut."""
     losses = score_rows(target_losses, [pair for of_text in pairs for pair in of_text])
-    cut = sum(of_text[0].input_was_cut or of_text[0].target_was_cut for of_text in pairs)
+    cut = sum(any(pair.input_was_cut or pair.target_was_cut for pair in of_text) for of_text in pairs)
     return -losses.reshape(len(pairs), -1), cut
 
 

@@ -155,7 +155,7 @@ class StreamedText:
 
     Args:
       decode: gives the text of ids; None: there is no tokenizer, and no text.
-      stop: strings that end the text, none of them empty; of two, the one that begins first.
+      stop: strings that end the text, none of them empty; of several, the one that is complete first.
       before: tokens of the text before.
       eos_ids: tokens that end the text.
 

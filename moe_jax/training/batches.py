@@ -43,23 +43,28 @@ class Batches(Iterator[dict[str, jax.Array]]):
         self._data, self._batch_size, self._ends, self._tower = data, batch_size, ends, tower
         self._place = partial(place, rows=local_rows(mesh, batch_size), mesh=mesh, batch_size=batch_size)
         self._asks = ends and jax.process_count() > 1
-        # The batch after the last one returned, with the answer, and the position before it.
-        self._ahead: tuple[dict[str, jax.Array], jax.Array] | None = None
+        # The batch after the last one returned, with the answer, and the position before it; None: not read yet.
+        self._ahead: tuple[dict[str, jax.Array], jax.Array | bool] | None = None
         self._before: dict[str, Any] | None = None
         self._any = jax.jit(lambda ids: jnp.any(ids > 0), out_shardings=NamedSharding(mesh, P()))
 
     def __next__(self) -> dict[str, jax.Array]:
-        if not self._asks:
-            batch = self._next()
-            holds_some = not self._ends or batch["segment_ids"].any()
-            batch = self._placed(batch) if holds_some else {}
-        else:
-            batch, holds_some = self._ahead or self._read()
-            self._before = self._data.get_state()
-            self._ahead = self._read()
+        batch, holds_some = self._ahead or self._read()
+        self._ahead = self._before = None
+        if self._asks:
+            self._look_ahead()
         if not holds_some:
             raise StopIteration
         return batch
+
+    def is_at_end(self) -> bool:
+        """Whether no data is left after the batches returned so far: if need be, reads the next one to find out."""
+        if not self._ends:
+            return False
+        if self._ahead is None:
+            self._look_ahead()
+        assert self._ahead is not None
+        return not self._ahead[1]
 
     def position(self) -> dict[str, Any]:
         """Returns the position in the data after the batches returned so far, for all rows; JSON-able."""
@@ -79,9 +84,18 @@ class Batches(Iterator[dict[str, jax.Array]]):
         """Ends what prepares batches in the background."""
         self._data.close()
 
-    def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        batch = self._placed(self._next())
-        return batch, self._any(batch["segment_ids"])
+    def _look_ahead(self) -> None:
+        self._before = self._data.get_state()
+        self._ahead = self._read()
+
+    def _read(self) -> tuple[dict[str, jax.Array], jax.Array | bool]:
+        """Returns the next batch, and whether it holds anything."""
+        read = self._next()
+        if self._asks:
+            batch = self._placed(read)
+            return batch, self._any(batch["segment_ids"])
+        holds_some = not self._ends or bool(read["segment_ids"].any())
+        return self._placed(read) if holds_some else {}, holds_some
 
     def _next(self) -> Batch:
         try:

@@ -22,6 +22,7 @@ from moe_jax.training.loop import Diverged, divergence
 from moe_jax.training.metrics import Record, is_finite, to_record
 from moe_jax.training.program import check_tower_is_frozen, first_state, initial_states, load_teacher, make_program
 from moe_jax.training.recipe import Recipe
+from moe_jax.training.train_state import averaged_params
 
 Tokens = Int[np.ndarray, "B T"]
 Batch = Tokens | Mapping[str, np.ndarray]
@@ -41,7 +42,8 @@ def train_on_batches(
 ) -> tuple[Decoder, Record]:
     """Trains until `recipe.train.steps` steps are done or there are no batches left.
 
-    Returns the trained model, and the record of the last step, empty if there was none.
+    Returns the trained model, with the average if the recipe exports one, and the record of the last step, empty if
+    there was none.
 
     Args:
       recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and
@@ -82,7 +84,8 @@ def train_on_batches(
             pending = step, metrics
         if pending is not None:
             last = report(to_record(program.model, *pending))
-    model = nnx.merge(program.graphdef, state.params, frozen)
+    params = averaged_params(state, recipe.ema is not None and recipe.ema.export)
+    model = nnx.merge(program.graphdef, params, frozen)
     model.config = dataclasses.replace(recipe.moe.applied(source.config), dtype=recipe.model.param_dtype)
     return model, last
 

@@ -192,6 +192,7 @@ class Loop:
             batch = next(self._batches, None)
             if batch is None:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
+                report(evaluate=None if self._evaluator is None else state)
                 break
             if "features" in batch:
                 self._flops = self._flops_of_kept
@@ -208,10 +209,12 @@ class Loop:
             if trace.after(step, metrics):
                 self._say(f"wrote a trace to {as_path(recipe.run_dir) / 'profile'}")
             stop = signals.stop_after(step)
+            saves = stop or step % recipe.checkpoint.every == 0 or step == steps
             due = recipe.eval is not None and (step % recipe.eval.every == 0 or step == steps)
-            if self._evaluator is not None and due:
+            # A checkpoint comes after the record of its step, which must have the evaluation at the end of the data.
+            if self._evaluator is not None and (due or saves and self._batches.is_at_end()):
                 report(evaluate=state)
-            if stop or step % recipe.checkpoint.every == 0 or step == steps:
+            if saves:
                 # Metrics come first: a state with a loss that is not finite must not be saved.
                 report()
                 writer.flush()

@@ -165,7 +165,7 @@ def group_rates(section: OptimizerSection, leaves: Mapping[str, Sequence[str]]) 
 
 
 def is_decayed(path: str, section: OptimizerSection) -> bool:
-    """Whether weight decay applies to the parameter at `path`: not to norms and biases."""
+    """Whether weight decay applies to the parameter at `path`: not to norms, biases, and numbers of heads."""
     if _is_never_decayed(path):
         return False
     if re.search(r"(^|/)embed/", path):
@@ -174,8 +174,12 @@ def is_decayed(path: str, section: OptimizerSection) -> bool:
 
 
 def _is_never_decayed(path: str) -> bool:
-    """Whether the parameter at `path` belongs to a norm, or is a bias."""
-    return re.search(r"/(scale|bias)$", path) is not None
+    """Whether the parameter at `path` belongs to a norm, is a bias, or is a number for each channel, head or expert.
+
+    Recurrent layers have biases of other names (`rate_bias`, `q_conv_bias`), and rates and skips of heads, which decay
+    would draw towards what means nothing there. Scales of quantised deltas are as many as a kernel's blocks, and stay.
+    """
+    return re.search(r"/((\w+_)?(scale|bias)|log_rate|skip|sinks)$", path) is not None
 
 
 def _decay_of_optimizer(path: str, section: OptimizerSection) -> float:

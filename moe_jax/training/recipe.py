@@ -102,7 +102,7 @@ class GroupSection:
       match: regular expressions; a parameter whose leaf path one of them matches as a whole (as in `partition`)
         belongs to the group, if it is trained and no earlier group has it.
       learning_rate: the highest learning rate of the group, with the optimizer's schedule. None: the optimizer's.
-      weight_decay: of the group, also for embeddings and routers; norms and biases are never decayed. None: the
+      weight_decay: of the group, also for embeddings and routers, but for nothing that is never decayed. None: the
         optimizer's.
     """
 
@@ -137,7 +137,8 @@ class OptimizerSection:
       parameter_scale: whether `adafactor` or `adamw` multiplies the rate of a matrix by the root mean square of its
         weights; rates near 1e-2 are then usual.
       moments: dtype of the first moment. Second moments are float32: in bfloat16 they would stand still.
-      weight_decay: decoupled, multiplied by the learning rate; norms and biases are never decayed.
+      weight_decay: decoupled, multiplied by the learning rate. Norms, biases, scales of blocks and experts, sinks of
+        attention, and rates and skips of recurrent layers are never decayed.
       decay_embeddings, decay_router: whether these are decayed as well.
       clip_norm: gradients are scaled down to this global norm. 0: never.
       groups: parameters with rates of their own.
@@ -209,6 +210,8 @@ class ScheduleSection:
 class EmaSection:
     """An exponential moving average of the trained parameters, float32, saved in checkpoints.
 
+    Biases of selection that `moe.bias_update_rate` moves are not averaged: they are those of the last step.
+
     Attributes:
       decay: share of itself that the average keeps in a step; early steps keep less, (1 + step) / (10 + step).
       evaluate: whether the held-out loss is that of the average.
@@ -260,7 +263,8 @@ class MTPSection:
     """Layers behind the last one that predict tokens after the next, trained with the model (multi-token prediction).
 
     It is for models that were converted with `--further keep`, and trains these layers with all else. Without the
-    section, or with `partition.train`, they are not trained unless a pattern names them: `further/.*`.
+    section, or with `partition.train`, they are not trained unless a pattern names them: `further/.*`. Auxiliary losses
+    of their routers are added as those of the model's own are.
 
     Attributes:
       weight: of the mean of these layers' losses in the loss (DeepSeek-V3, equation 25, where it is 0.3, and 0.1 for

@@ -25,6 +25,7 @@ from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote_work import is_begun
 from moe_jax.files.staging import PARTIAL, require_space, staged_directory
 from moe_jax.files.storage_path import StoragePath, as_path
+from moe_jax.files.tokenizer_files import by_name
 from moe_jax.model_io.model_names import split_step
 from moe_jax.training.recipe import Recipe, load_recipe
 from moe_jax.training.run_directory import (
@@ -213,4 +214,4 @@ def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunReco
         # The loop removes the records of later steps.
         (folder / METRICS).write_grown(as_path(origin.run_dir / METRICS).read_grown())
         begin_with(folder / CHECKPOINTS, origin.step, lambda target: copy_checkpoint(saved, target))
-        write_run(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})
+        write_run(folder, recipe, record, by_name(files_of_run(origin.run_dir)))

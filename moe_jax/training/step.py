@@ -17,7 +17,7 @@ from moe_jax.evaluation.held_out import run_to_head
 from moe_jax.functional.keys import round_stochastically
 from moe_jax.functional.routing.router_stats import means_of, sums_of
 from moe_jax.nn import Decoder
-from moe_jax.nn.further.further_loss import further_loss
+from moe_jax.nn.further.further_loss import further_loss, further_routers
 from moe_jax.nn.inputs import Batch, as_ids, targets_and_weights
 from moe_jax.nn.moe import StackedStats, sum_of_losses
 from moe_jax.training.balance.selection_bias import biases_after_step, without_biases
@@ -70,7 +70,7 @@ class StepMetrics(NamedTuple):
 
     Attributes:
       loss: mean negative log-likelihood of the scored tokens, before the update.
-      auxiliary: the sum of the auxiliary losses, with their coefficients (methods.md 1).
+      auxiliary: the sum of the auxiliary losses, with their coefficients (methods.md 1), of all routers that ran.
       distillation: mean divergence of the scored tokens from the teacher, times the squared temperature, without its
         weight in the loss (methods.md 9); None: there is no teacher.
       grad_norm: global norm of the gradient, before clipping.
@@ -200,8 +200,8 @@ def make_step(
             numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
             slopes = None
             if any(any(router.coefficients) for router in model.routers()):
-                router = router_statistics(graphdef, params, frozen, numbered, key)
-                slopes = slopes_of_auxiliary_loss(model, router)
+                of_batch = router_statistics(graphdef, params, frozen, numbered, key, further)
+                slopes = slopes_of_auxiliary_loss(model, *of_batch)
             of_micro = partial(loss_of_micro, slopes=slopes)
             grads, (losses, stats, divergences, (each, of_further)) = sum_of_gradients(of_micro, params, numbered)
             loss, router, further_router = jnp.sum(losses), over_microbatches(stats), over_microbatches(of_further)
@@ -211,7 +211,7 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         metrics = StepMetrics(
             loss=loss,
-            auxiliary=_auxiliary_loss(model, router),
+            auxiliary=_auxiliary_loss(model, router, further_router),
             grad_norm=optax.tree.norm(grads),
             learning_rate=None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32),
             scored=scored,
@@ -224,13 +224,16 @@ def make_step(
             further=predicted,
             further_router=further_router,
         )
-        params = updated_params(params, updates, jax.random.fold_in(key, _ROUNDING))
+        params, average = updated_params(params, updates, jax.random.fold_in(key, _ROUNDING)), None
+        if state.ema is not None and ema_decay is not None:
+            learnt, _ = without_biases(state.ema)
+            average = _next_average(learnt, params, state.step + 1, ema_decay)
         if jax.tree.leaves(biases):
             moved = biases_after_step(biases, model, router, bias_update_rate, further_router)
             params = nnx.merge_state(params, moved)
-        average = None
-        if state.ema is not None and ema_decay is not None:
-            average = _next_average(state.ema, params, state.step + 1, ema_decay)
+            if average is not None:
+                # No average concerns them: they belong to the loads that there are now. A copy, for both are donated.
+                average = nnx.merge_state(average, jax.tree.map(jnp.copy, moved))
         return TrainState(state.step + 1, params, opt_state, average), metrics
 
     return step
@@ -278,32 +281,44 @@ def make_loss(
             loss, cross_entropy, divergence = model.distilled_loss(
                 out.x, targets, weights, temperature=teacher.temperature, **of_teacher
             )
-        if slopes is None:
-            auxiliary = _auxiliary_loss(model, out.router)
-        else:
-            auxiliary = optax.tree.vdot(slopes, tuple(map(sums_of, out.router)))
         predicted, of_further = None, ()
         if further is not None:
             predicted, of_further = further_loss(
                 model, out.x, {**batch, "weights": weights}, depth=further.depth, key=key
             )
             loss = loss + further.weight * predicted
+        if slopes is None:
+            auxiliary = _auxiliary_loss(model, out.router, of_further)
+        else:
+            auxiliary = optax.tree.vdot(slopes, tuple(map(sums_of, (*out.router, *of_further))))
         return loss + auxiliary, (cross_entropy, out.router, divergence, (predicted, of_further))
 
     return microbatch_loss
 
 
 def router_statistics(
-    graphdef: nnx.GraphDef, params: nnx.State, frozen: nnx.State, numbered: tuple[Batch, Array], key: Array
-) -> StackedStats:
-    """Returns the statistics of all routers over all microbatches, with the random keys of the loss; no gradients."""
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    frozen: nnx.State,
+    numbered: tuple[Batch, Array],
+    key: Array,
+    further: FurtherTokens | None,
+) -> tuple[StackedStats, StackedStats]:
+    """Returns the statistics of all routers over all microbatches, with the random keys of the loss; no gradients.
 
-    def statistics(carry: None, scanned: tuple[Batch, Array]) -> tuple[None, StackedStats]:
+    Those of the layers that predict tokens after the next are apart.
+    """
+
+    def statistics(carry: None, scanned: tuple[Batch, Array]) -> tuple[None, tuple[StackedStats, StackedStats]]:
         micro, index = scanned
-        model = nnx.merge(graphdef, params, frozen)
-        return carry, run_to_head(model, micro, jax.random.fold_in(key, index)).router
+        model, key_of_micro = nnx.merge(graphdef, params, frozen), jax.random.fold_in(key, index)
+        out = run_to_head(model, micro, key_of_micro)
+        if further is None:
+            return carry, (out.router, ())
+        return carry, (out.router, further_loss(model, out.x, micro, depth=further.depth, key=key_of_micro)[1])
 
-    return over_microbatches(jax.lax.scan(statistics, None, numbered)[1])
+    own, of_further = jax.lax.scan(statistics, None, numbered)[1]
+    return over_microbatches(own), over_microbatches(of_further)
 
 
 def over_microbatches(stats: StackedStats) -> StackedStats:
@@ -311,19 +326,28 @@ def over_microbatches(stats: StackedStats) -> StackedStats:
     return tuple(means_of(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums_of(one))) for one in stats)
 
 
-def slopes_of_auxiliary_loss(model: Decoder, router: StackedStats) -> StackedStats:
+def slopes_of_auxiliary_loss(model: Decoder, router: StackedStats, further: StackedStats) -> StackedStats:
     """Returns the derivatives of the auxiliary losses of a batch by the sums over its tokens (`sums_of`).
 
     Multiplied by the sums over the tokens of a microbatch they give a loss; the gradients of these losses of all
-    microbatches sum to that of the batch.
+    microbatches sum to that of the batch. Those by the sums of the further layers' routers follow the others.
     """
-    sums = tuple(map(sums_of, router))
-    return jax.grad(lambda sums: _auxiliary_loss(model, tuple(map(means_of, sums))))(sums)
+
+    def loss(sums: StackedStats) -> Float[Array, ""]:
+        means = tuple(map(means_of, sums))
+        return _auxiliary_loss(model, means[: len(router)], means[len(router) :])
+
+    return jax.grad(loss)(tuple(map(sums_of, (*router, *further))))
 
 
-def _auxiliary_loss(model: Decoder, router: StackedStats) -> Float[Array, ""]:
-    """Returns what `Decoder.auxiliary_loss` does, of the statistics alone."""
-    return sum_of_losses(model.config.balance_over, model.routers(), router)
+def _auxiliary_loss(model: Decoder, router: StackedStats, further: StackedStats) -> Float[Array, ""]:
+    """Returns what `Decoder.auxiliary_loss` does, of the statistics alone, with the losses of the further layers.
+
+    These layers' routers count each by itself, also where the model's own have one balance loss together.
+    """
+    positions = further_routers(model.config, model.config.further_layers)[: len(further)]
+    own = sum_of_losses(model.config.balance_over, model.routers(), router)
+    return own + sum_of_losses("layer", positions, further) if further else own
 
 
 def updated_params(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:

@@ -19,7 +19,7 @@ class TrainState(NamedTuple):
     """Everything that a step changes; `step` is the number of steps done.
 
     Beside trained parameters, `params` may hold biases of selection, which the optimizer knows nothing of. `ema` is the
-    moving average of `params`, float32, if the recipe asks for one.
+    moving average of `params`, float32, if the recipe asks for one; its biases of selection are those of `params`.
     """
 
     step: Int[Array, ""]

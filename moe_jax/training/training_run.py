@@ -24,7 +24,7 @@ from moe_jax.evaluation.held_out import Evaluator, read_held_out, with_lengths
 from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import with_tokenizer
+from moe_jax.files.tokenizer_files import by_name, with_tokenizer
 from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import disk_paths
@@ -393,7 +393,7 @@ def path_of_tokenizer(recipe: Recipe, source: ModelSource | None) -> Path:
 def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[str, Path]:
     """Returns the files of the trained model, by name: those of its source, with the tokenizer of the run."""
     own = () if source is None else source.tokenizer_files
-    files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
+    files = by_name(own) if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
     return (
         files
         if recipe.data.chat_template is None

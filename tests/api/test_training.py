@@ -40,6 +40,16 @@ def test_training_lowers_the_loss_and_leaves_the_given_model_alone():
     assert "run_dir" not in entry["options"]
 
 
+def test_the_average_is_what_training_in_memory_returns_unless_it_is_not_to_be_exported():
+    def trained(**ema) -> dict[str, bytes]:
+        return leaves(moe_jax.train(RECIPE | {"train": {"steps": 2}} | ema, moe_jax.tiny_model(), [batch()] * 2))
+
+    last = trained()
+    assert trained(ema={"export": False}) == last
+    averaged = trained(ema={})
+    assert all(averaged[path] != last[path] for path in last)
+
+
 @long
 def test_rows_and_packed_rows_of_the_same_documents_train_alike():
     """Four documents in four rows, or one after the other in one."""
@@ -111,6 +121,10 @@ def test_recipes_and_arguments_that_do_not_go_together(tmp_path):
         moe_jax.train(RECIPE)
     with pytest.raises(InputError, match="on_step goes with batches"):
         moe_jax.train(RECIPE, on_step=print)
+    with pytest.raises(InputError, match="model.output_dtype"):
+        moe_jax.train(RECIPE | {"model": {"output_dtype": "bfloat16"}}, model, [batch()])
+    with pytest.raises(InputError, match="model.init"):
+        moe_jax.train(RECIPE | {"model": {"init": "random"}}, model, [batch()])
     with pytest.raises(InputError, match="restart and verbose"):
         moe_jax.train(RECIPE, model, [batch()], resume=True)
     with pytest.raises(FileNotFoundError, match="no recipe at"):

@@ -6,12 +6,13 @@ import pytest
 
 from tests.attack.attacks import all_attacks
 from tests.attack.trial import FAULTS, try_inputs
-from tests.support.tiers import EVERY, long
+from tests.support.tiers import EVERY, long, one_in
 
 # Each input of these goes through a whole command.
 SLOW = ("odd weights, compressed", "odd weights, run", "odd weights, written")
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[long] * (name in SLOW)) for name in all_attacks()])
 def test_no_input_does_harm(name):
     quick = all_attacks()[name].quick

@@ -4,12 +4,13 @@ import collections
 import dataclasses
 import json
 
+import grain
 import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.data import sources
-from moe_jax.data.pipeline import open_data
+from moe_jax.data.pipeline import _InBlocks, open_data
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokenizer import Tokenizer
@@ -27,9 +28,10 @@ CONFIG = ModelConfig(
 )
 
 
-def data(tokenizer_path, *source_sections, batch_size=2, seed=0, config=CONFIG, **options):
+def data(tokenizer_path, *source_sections, batch_size=2, seed=0, config=CONFIG, note=print, **options):
     section = DataSection(sources=source_sections, **{"seq_len": 8, "prefetch": 0, **options})
-    return open_data(section, config, tokenizer_path, seed=seed, batch_size=batch_size, rows=range(batch_size))
+    rows = range(batch_size)
+    return open_data(section, config, tokenizer_path, seed=seed, batch_size=batch_size, rows=rows, note=note)
 
 
 def text_of(batches) -> str:
@@ -134,6 +136,54 @@ def test_weights_are_shares_of_text(tmp_path, tokenizer_path):
     # JSONL syntax counts as bytes of the file, so the text's share is a little below 1/4.
     share = (tokens == ord("s")).sum() / len(tokens)
     assert 0.1 < share < 0.27
+
+
+@pytest.fixture
+def weighted(tmp_path) -> list[SourceSection]:
+    """Two sources of nearly equal size and weight, of which one has three times as many records."""
+    for name, count, size in (("a", 300, 30), ("b", 100, 118)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": name * size}) + "\n") * count)
+    return [SourceSection(path=str(tmp_path / f"{name}.jsonl"), weight=1.0) for name in "ab"]
+
+
+@pytest.mark.parametrize("batch_size", [3, 4])
+def test_weights_are_kept_where_a_mixture_repeats_with_the_rows_of_a_batch(tokenizer_path, weighted, batch_size):
+    """One record in four is of `b`: in order, a row in four would read nothing else, and a batch be 3/4 `a`."""
+    iterator = data(tokenizer_path, *weighted, seq_len=32, batch_size=batch_size)
+    batches = [next(iterator) for _ in range(60)]
+    of_a, of_b = (sum(int((batch["tokens"] == ord(name)).sum()) for batch in batches) for name in "ab")
+    assert 0.38 < of_a / (of_a + of_b) < 0.5
+
+
+def test_in_blocks_every_record_is_read_once():
+    found = [_InBlocks(grain.MapDataset.range(22), size=4, seed=seed) for seed in (0, 0, 1)]
+    orders = [[records[index] for index in range(22)] for records in found]
+    for order in orders:
+        assert [sorted(order[i : i + 4]) for i in range(0, 22, 4)] == [
+            list(range(22))[i : i + 4] for i in range(0, 22, 4)
+        ]
+    assert orders[0] == orders[1] != orders[2] and orders[0] != list(range(22))
+
+
+def test_positions_in_weighted_sources_are_resumed_and_those_of_an_older_order_refused(tokenizer_path, weighted):
+    iterator = data(tokenizer_path, *weighted, batch_size=4)
+    for _ in range(7):
+        next(iterator)
+    state, expected = json.loads(json.dumps(iterator.get_state())), next(iterator)
+    resumed = data(tokenizer_path, *weighted, batch_size=4)
+    resumed.set_state(state)
+    np.testing.assert_array_equal(next(resumed)["tokens"], expected["tokens"])
+    del state["identity"]["blocks"]
+    with pytest.raises(InputError, match="older order"):
+        resumed.set_state(state)
+
+
+def test_the_source_that_ends_the_data_is_named(tokenizer_path, weighted):
+    noted = []
+    data(tokenizer_path, weighted[0], dataclasses.replace(weighted[1], weight=3.0), epochs=1, note=noted.append)
+    assert len(noted) == 1 and "b.jsonl" in noted[0]
+    data(tokenizer_path, *weighted, note=noted.append)
+    assert len(noted) == 1
 
 
 def test_a_text_shorter_than_a_sequence_is_one_clear_line(tmp_path, tokenizer_path):

@@ -120,3 +120,10 @@ def test_a_document_that_just_fits_stays_in_its_row():
     records, _ = make_records([[4, 5, 3]])  # pairs: 3, 4 and 2
     batches = read_all(batches_of(records, num_rows=1, seq_len=7, whole=True))
     assert [int((batch["segment_ids"] > 0).sum()) for batch in batches] == [7, 2]
+
+
+def test_a_document_that_no_row_holds_begins_where_the_row_is():
+    records, _ = make_records([[4, 20], [5]])  # pairs: 3 and 19, 4
+    batches = read_all(batches_of(records, num_rows=1, seq_len=8, whole=True))
+    assert [int((batch["segment_ids"] > 0).sum()) for batch in batches] == [8, 8, 6, 4]
+    assert batches[0]["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 2]]

@@ -29,11 +29,17 @@ def test_pieces_of_a_text_join_to_the_text(tmp_path_factory, content, piece):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.text(alphabet="ab\n\u00e9", min_size=1, max_size=12), min_size=1, max_size=9), st.integers(16, 40))
-def test_a_separator_divides_documents_and_pieces_begin_at_it(tmp_path_factory, documents, piece):
+@given(
+    st.lists(st.text(alphabet="ab\n\u00e9-", min_size=1, max_size=12), min_size=1, max_size=9),
+    st.integers(16, 40),
+    st.sampled_from(("<|>", "\n", "\n\n", "---", "-\n-")),
+)
+def test_a_separator_divides_documents_and_pieces_begin_at_it(tmp_path_factory, documents, piece, separator):
     path = tmp_path_factory.mktemp("text") / "a.txt"
-    path.write_bytes("<|>".join(documents).encode())
-    records = TextFile(path, piece=piece, separator="<|>")
+    content = separator.join(documents)
+    path.write_bytes(content.encode())
+    documents = [document for document in content.split(separator) if document]
+    records = TextFile(path, piece=piece, separator=separator)
     got, current = [], ""
     for example in (example for i in range(len(records)) for example in records[i]):
         assert example.begins == (current == "")

@@ -91,12 +91,13 @@ def test_a_record_holds_documents_as_they_were(documents, all_scored):
 @pytest.mark.parametrize(
     ("with_encoder", "lengths", "too_long"),
     [
-        (False, {"seq_len": 13}, 2),
-        (False, {"seq_len": 14}, 1),
-        (False, {"seq_len": 14, "input_len": 99}, 1),  # nothing has inputs apart
+        (False, {"seq_len": 12}, 2),
+        (False, {"seq_len": 13}, 1),  # 14 tokens, of which 13 have a next one
+        (False, {"seq_len": 13, "input_len": 99}, 1),  # nothing has inputs apart
         (True, {"seq_len": 11}, 1),  # inputs may be as long as targets
-        (True, {"seq_len": 11, "input_len": 12}, 0),
-        (True, {"seq_len": 11, "input_len": 3}, 2),
+        (True, {"seq_len": 10, "input_len": 13}, 0),
+        (True, {"seq_len": 99, "input_len": 9}, 2),
+        (True, {"seq_len": 9, "input_len": 99}, 1),
     ],
 )
 def test_a_preview_counts_what_does_not_fit(tmp_path, with_encoder, lengths, too_long, monkeypatch):

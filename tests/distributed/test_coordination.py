@@ -127,7 +127,7 @@ def ends(processes: Sequence[subprocess.Popen], within: float) -> list[tuple[int
     return ended
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(
     ("victim", "how"), [(0, signal.SIGSTOP), (0, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP)]
 )

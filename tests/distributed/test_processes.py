@@ -27,7 +27,7 @@ from moe_jax.distributed.sharding import merge_positions
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.forked import OF_MODELS, start
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 PROGRAM = """
 import faulthandler, sys
@@ -261,6 +261,7 @@ sys.exit(cli.main(["train"]))
 """
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("action", "code", "own", "told"),
     [

@@ -12,7 +12,16 @@ from flax import nnx
 import moe_jax
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.evaluation.classification import Labelled, count_labels, names_of_labels, read_labelled, wilson_interval
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.evaluation.classification import (
+    Labelled,
+    count_labels,
+    label_pairs,
+    names_of_labels,
+    read_labelled,
+    scores_by_likelihood,
+    wilson_interval,
+)
 from moe_jax.model_io.loading import model_leaves
 from moe_jax.training.program import draw_model
 from tests.support.dense_models import write_model
@@ -101,6 +110,25 @@ def test_accuracy_confusion_and_interval():
     with pytest.raises(InputError, match="scores of line 3 are not finite"):
         texts = [Labelled("", 0, f"line {number}") for number in (1, 3)]
         count_labels(texts, np.array([[0.0, 1.0], [math.nan, 0.0]]), ["a", "b"], "head", 0)
+
+
+@pytest.mark.parametrize(("input_len", "context"), [(99, "abcdefghi "), (19, "abcdefghi "), (12, "efghi "), (8, "i ")])
+def test_all_labels_come_after_the_same_part_of_a_text(tokenizer_path, input_len, context):
+    config, labels = config_of(FFN), ["x", "yyyyyyy"]
+    tokenizer = Tokenizer(tokenizer_path, config, eos="never")
+    pairs = label_pairs(config, tokenizer, "abcdefghi", labels, input_len=input_len)
+    for pair, label in zip(pairs, labels, strict=True):
+        assert bytes([*pair.tokens.tolist(), int(pair.targets[-1])]).decode() == context + label
+        assert pair.weights.tolist() == [0] * (len(context) - 1) + [1] * len(label)
+    nothing = np.zeros(2, np.float32)
+    assert scores_by_likelihood(lambda score, rows: nothing, [pairs])[1] == (input_len < 16)
+
+
+def test_a_label_that_leaves_nothing_of_the_text_is_an_error(tokenizer_path):
+    config = config_of(FFN)
+    tokenizer = Tokenizer(tokenizer_path, config, eos="never")
+    with pytest.raises(InputError, match="input_len = 4"):
+        label_pairs(config, tokenizer, "abc", ["x", "yyyyyyy"], input_len=4)
 
 
 @long

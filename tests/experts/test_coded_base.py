@@ -124,7 +124,7 @@ def test_what_is_encoded_is_what_is_read(code, rows, columns, group_size):
     np.testing.assert_allclose(y, x @ approximation, atol=1e-4)
 
 
-@one_in(17, first=3)
+@one_in(34, first=3)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(
     ("kind", "strategy"),

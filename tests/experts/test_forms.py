@@ -140,7 +140,7 @@ def test_a_bank_whose_shapes_alone_are_wanted_is_that_which_is_drawn(bank):
     assert nnx.split(shapes_of(make)) == nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
 
-@one_in(5)
+@one_in(10)
 @pytest.mark.parametrize(("ffn", "dtype"), [("gated", "float32"), ("plain", "bfloat16")])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts_made_from_a_dense_ffn_are_that_ffn(form, ffn, dtype):

@@ -9,6 +9,7 @@ from moe_jax.functional import dense
 from moe_jax.functional.dense import Product, linear, linear_float32, product_of_float32, sum_of_products
 from moe_jax.functional.few_rows import bfloat16_kernels
 from tests.support.numerics import assert_close, normal
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -46,6 +47,7 @@ def test_of_float32_is_rounded_to_16_bits_at_most():
     assert_close(product_of_float32(x, kernel, jnp.float32).x, x)
 
 
+@one_in(4)
 @pytest.mark.parametrize("rows", range(1, bfloat16_kernels.MOST_ROWS + 2))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_few_rows_times_a_kernel_in_bfloat16(rows, dtype):

@@ -13,6 +13,7 @@ from moe_jax.harness.task_files import SHIPPED, read_task_folder, sandboxed_temp
 from moe_jax.harness.task_run import known_tasks, load_tasks
 from tests.support.environment import ROOT
 from tests.support.task_files import CHOICE, QUESTIONS, WRITTEN, write_task
+from tests.support.tiers import one_in
 
 METRIC = CHOICE["metric_list"][0]
 
@@ -27,6 +28,7 @@ def plant(folder):
     (folder / "planted.py").write_text("import sys\nsys.planted = True\ndef f(*_, **__):\n    sys.planted = True\n")
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -12,7 +12,7 @@ from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import SelectionConfig
 from moe_jax.nn import unstacked
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 IDS = np.random.default_rng(0).integers(0, 64, (2, 6))
 
@@ -47,6 +47,7 @@ def test_an_expert_that_is_off_is_the_one_whose_output_does_not_count(options):
     np.testing.assert_allclose(unstacked(made)(IDS, experts_off={3: [2]}).logits, off.logits, atol=1e-5)
 
 
+@long
 def test_biases_are_added_to_the_logits_of_their_layer():
     made, bias = decoder(), np.array([0.5, -1.0, 0.0, 2.0], np.float32)
     biased, usual = (made(IDS, routing=True, router_bias=given) for given in ({1: bias}, None))
@@ -84,6 +85,7 @@ def test_gradients_reach_a_bias():
     assert jnp.abs(jax.jit(jax.grad(loss))(jnp.zeros(4))).max() > 0
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -110,7 +110,7 @@ def layer_program(config, reference):
     return gradients_and_output(graphdef, rest, per_expert_reference if reference else lambda moe, x: moe(x)[0])
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_equals_one_adapter_per_expert(name):
     @settings(max_examples=4)

@@ -56,7 +56,7 @@ def test_experts_are_those_of_the_file(family, tmp_path):
     check_experts(moe_jax.load(path).decoder, open_source(path))
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_of_every_form_are_those_of_the_file(form, tmp_path):
     path = moe_jax.save(moe_jax.Model(decoder(form)), tmp_path / "model")
@@ -101,6 +101,7 @@ def test_an_expert_that_is_set_changes_alone(form, tmp_path):
                 np.testing.assert_array_equal(after[layer][e], before[layer][e])
 
 
+@long
 def test_a_whole_expert_is_set_to_kernels():
     made, other = decoder(bias=True), decoder(layers=1, bias=True)
     kernels = other.layers[0].mlp.experts[3].kernels()

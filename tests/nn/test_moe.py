@@ -84,7 +84,7 @@ def layer_program(moe_config, reference):
     return gradients_and_output(graphdef, rest, per_ffn_reference if reference else lambda moe, x: moe(x)[0])
 
 
-@one_in(5)
+@one_in(10)
 @pytest.mark.parametrize(
     ("name", "top_k"),
     [

@@ -61,6 +61,7 @@ def made(request, tmp_path_factory):
     forget(request.param)
 
 
+@one_in(2)
 def test_the_example_upcycles_trains_saves_and_loads(made):
     part, (upcycled, trained, loaded), path = made
     code = (EXAMPLES / f"{part}.py").read_text().split('"""')[2]
@@ -313,6 +314,7 @@ class LooksBack(moe_jax.nn.Block):
         return super().__call__(x + jnp.roll(x, 1, axis=1), context, cache, key)
 
 
+@long
 def test_a_layer_that_looks_at_other_tokens_is_refused_with_caches():
     moe_jax.nn.register_layer("tests:LooksBack", LooksBack)
     try:

@@ -21,7 +21,7 @@ from moe_jax.nn.layers import _axes as loss_axes
 from moe_jax.planning.model_costs import make_plan, trained_leaves
 from tests.nn import plain_transformer as plain
 from tests.support.dense_models import random_leaves, write_model
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -85,6 +85,7 @@ def bidirectional(mlp=PLAIN, norm_position="pre", **changes):
     return LayerConfig(attention=AttentionConfig(**{**given, **changes}), mlp=mlp, norm_position=norm_position)
 
 
+@one_in(2)
 @pytest.mark.parametrize("position", ["post", "output"])
 def test_a_bidirectional_stack_without_rotation_on_embeddings(position):
     layer = bidirectional(norm_position=position, biases=BIASES)

@@ -76,6 +76,7 @@ def test_what_layers_store_is_captured_layer_by_layer(decoder, expected, program
     np.testing.assert_allclose(logits, plain(decoder).logits, atol=1e-6)
 
 
+@long
 def test_gradients_go_through_what_is_captured(decoder):
     @nnx.grad
     def gradient(decoder):

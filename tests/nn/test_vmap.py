@@ -22,7 +22,7 @@ def decoder_of(form):
     return moe_jax.upcycle(dense, experts=4, delta=form).decoder
 
 
-@one_in(5)
+@long
 @pytest.mark.parametrize("form", FORMS)
 def test_a_batch_of_batches_is_computed_as_one_by_one(form):
     decoder = decoder_of(form)

@@ -13,6 +13,7 @@ import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.nn import init_cache
 from tests.support.compilations import counting_compilations
+from tests.support.tiers import long
 
 IDS = np.ones((2, 5), np.int32)
 DECODER = moe_jax.tiny_model(experts=4).decoder
@@ -103,11 +104,13 @@ def test_lists_are_taken():
     np.testing.assert_array_equal(lists, DECODER(jnp.array([[1, 2, 3], [4, 5, 6]]), **arrays).logits)
 
 
+@long
 def test_longer_texts_than_the_model_was_made_for_are_said():
     with pytest.warns(UserWarning, match="70 long"):
         DECODER(np.ones((1, 70), np.int32))
 
 
+@long
 def test_values_are_checked_within_a_program_where_that_is_asked_for():
     """And where it is not, nothing of it is in the program."""
     graphdef, state = nnx.split(DECODER)

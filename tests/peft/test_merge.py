@@ -112,6 +112,7 @@ def test_kernels_are_rounded_once(tmp_path):
     np.testing.assert_array_equal(merged.read("embed/embedding"), source.base.read("embed/embedding"))
 
 
+@long
 def test_partly_keeps_adapters_and_needs_no_base(tmp_path, capsys):
     source = write_adapter(tmp_path, keeps())
     expected = logits(source)

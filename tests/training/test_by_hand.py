@@ -224,6 +224,11 @@ def test_batches_go_on_where_they_are_sought_and_end_with_the_data(folder):
         assert first["tokens"].shape == (8, 16) and len(rest) > 3 and next(batches, None) is None
         batches.seek(place, skip=1)
         assert [tokens.tolist() for tokens in rest[1:]] == [batch["tokens"].tolist() for batch in batches]
+        # To ask whether there are more changes neither what comes next, nor the position that a checkpoint has.
+        batches.seek(place)
+        assert not batches.is_at_end() and batches.position() == place
+        asked = [(batch["tokens"].tolist(), batches.is_at_end()) for batch in batches]
+        assert asked == [(tokens.tolist(), tokens is rest[-1]) for tokens in rest]
 
 
 def test_moments_and_averages_lie_where_parameters_do():

@@ -4,21 +4,27 @@ import dataclasses
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
+from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import SelectionConfig
+from moe_jax.peft import split_model
 from moe_jax.training.balance.moe_section import MoESection
 from moe_jax.training.in_memory_training import train_on_batches
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe import MTPSection, OptimizerSection, PartitionSection, TrainSection
+from moe_jax.training.step import FurtherTokens, make_loss
 from tests.conversion.hf.test_further_layers import with_further
 from tests.support.hf_checkpoints import read_tensors, write_checkpoint
 from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
+from tests.training.test_step import drawn, random_batch
 
 CONFIG = dataclasses.replace(config_of(moe(balance_coef=0.0)), further_layers=2)
 ROWS = [np.random.default_rng(0).integers(1, 200, (8, 17))] * 6
@@ -38,16 +44,28 @@ def test_further_tokens_are_learnt_and_microbatches_add_up():
     assert whole[-1]["mtp_loss"] < whole[0]["mtp_loss"] - 0.05 and whole[-1]["loss"] < whole[0]["loss"]
     # Of 16 tokens of a row, 15 and 14 have a target; a drawn model finds all tokens alike.
     assert whole[0]["mtp_loss"] == pytest.approx(np.log(264) * 14.5 / 16, rel=1e-2)
+    config = dataclasses.replace(config_of(moe(balance_coef=0.5, z_coef=0.5)), further_layers=2)
     halves = recipe_of(steps=2, mtp=MTPSection(), train=TrainSection(steps=2, batch_size=16, accumulation=2))
     one = dataclasses.replace(halves, train=TrainSection(steps=2, batch_size=16))
     rows = [np.random.default_rng(1).integers(1, 200, (16, 17))] * 2
     found = {}
     for name, given in (("halves", halves), ("one", one)):
         records = found[name] = []
-        train_on_batches(given, SimpleNamespace(config=CONFIG), rows, on_step=records.append)
-    for key in ("mtp_loss", "loss", "grad_norm"):
+        train_on_batches(given, SimpleNamespace(config=config), rows, on_step=records.append)
+    for key in ("mtp_loss", "loss", "aux_loss", "grad_norm"):
         pairs = ([record[key] for record in found[name]] for name in ("halves", "one"))
         np.testing.assert_allclose(*pairs, rtol=1e-4)
+
+
+def test_losses_of_their_routers_are_part_of_the_loss():
+    """With no weight, the tokens that they predict teach them nothing, and the losses of their routers still do."""
+    config = dataclasses.replace(config_of(moe(balance_coef=0.5, z_coef=0.5)), further_layers=1)
+    decoder = nnx.merge(nnx.graphdef(abstract_model(config)), drawn(config))
+    graphdef, params, frozen = split_model(decoder, {"further/0/block/mlp/router/kernel"})
+    loss = make_loss(graphdef, further=FurtherTokens(weight=0.0, depth=1))
+    grads, _ = jax.jit(jax.grad(loss, has_aux=True))(params, frozen, random_batch(0), jnp.float32(1), jax.random.key(0))
+    (of_router,) = jax.tree.leaves(grads)
+    assert jnp.abs(of_router).max() > 1e-3
 
 
 @long

@@ -212,6 +212,7 @@ def test_accumulation_of_4_times_2_equals_a_batch_of_8(mlp):
     assert largest_difference(accumulated.params, state.params) < 1e-6
 
 
+@long
 def test_a_microbatch_has_no_gradients_of_its_own():
     """Memory with four microbatches and with one of the same size: not even half of a layer's gradients waits."""
     layer = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=2048))

@@ -21,7 +21,7 @@ from moe_jax.images.processing import pixels_of
 from moe_jax.model_io.loading import load_tower
 from moe_jax.nn import place_pictures
 from tests.support.byte_tokenizer import BOS, byte_tokenizer
-from tests.support.tiers import first
+from tests.support.tiers import first, long, one_in
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -70,6 +70,7 @@ def test_weights_are_kept_and_texts_get_the_same_logits(tower):
     assert not kept
 
 
+@one_in(2)
 @pytest.mark.parametrize("features", ["-2", "1,-2"])
 def test_features_are_hidden_states_of_the_encoder(tower, features):
     model = attached(tower, features=features)
@@ -201,6 +202,7 @@ def folder_of_pictures(tmp_path_factory):
     return folder
 
 
+@long
 @pytest.mark.parametrize("steps", first(1, STEPS, "pool:2,linear", "linear:unbiased,gelu,linear"))
 def test_a_whitened_projector_gives_what_differs_and_looks_like_embeddings(dinov2, folder_of_pictures, steps):
     model = attached(dinov2, projector=steps, pictures=folder_of_pictures)

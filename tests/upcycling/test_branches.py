@@ -42,7 +42,7 @@ def models(tmp_path):
     return [branch(tmp_path, name, number) for number, name in enumerate(("base", "one", "two", "three"))]
 
 
-@one_in(5)
+@one_in(10)
 @pytest.mark.parametrize("rest_from", ["mean", "base"])
 @pytest.mark.parametrize("options", ["--every 2", "--layers 0 1 2 --universal coder", "--layers 2 --granularity 2"])
 def test_every_expert_is_the_ffn_of_its_model_and_the_rest_is_the_mean(options, rest_from, models, tmp_path, capsys):

@@ -48,7 +48,7 @@ def test_stories260k_starts_as_the_dense_model(delta, data_dir, tmp_path, capsys
     assert (tmp_path / "moe" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("delta", DELTAS)
 def test_a_model_directory_in_bfloat16_with_biases(delta, dense_model, tmp_path):
     dst = tmp_path / "moe"

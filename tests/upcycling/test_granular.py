@@ -159,7 +159,7 @@ def test_bad_options_of_the_command(options, message, dense_model, tmp_path, fai
     assert message in failing(dense_model, tmp_path / "moe", *options.split())
 
 
-@one_in(3)  # the first and the last
+@one_in(6)  # the first and the last
 @pytest.mark.parametrize(
     ("options", "differs"),
     [

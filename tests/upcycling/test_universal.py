@@ -17,7 +17,7 @@ from moe_jax.planning.model_costs import trained_leaves
 from moe_jax.upcycling import UpcycleSpec, keeps_the_function, moe_leaves, upcycled_config
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.numerics import logits_of
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 EXPERTS = 3
 
@@ -159,6 +159,7 @@ def test_stories260k_with_coder_starts_as_the_dense_model(options, data_dir, tmp
     np.testing.assert_allclose(logits_of(load_model(moe), tokens), logits_of(load_model(dense), tokens), atol=allowed)
 
 
+@long
 def test_med_says_by_how_much_it_begins_elsewhere(dense_model, tmp_path, capsys):
     assert run("upcycle", dense_model, tmp_path / "moe", "--universal", "med") == 0
     assert "as is meant: universal 'med' adds the experts to the FFN" in " ".join(capsys.readouterr().out.split())
@@ -169,6 +170,7 @@ def test_med_says_by_how_much_it_begins_elsewhere(dense_model, tmp_path, capsys)
         assert moe.read(f"layers/1/mlp/universal/{name}").tobytes() == dense.read(f"layers/1/mlp/{name}").tobytes()
 
 
+@one_in(4)
 @pytest.mark.parametrize("command", ["upcycle", "plan"])
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -123,6 +123,7 @@ def test_batches_that_do_not_fit_are_refused(changes, named):
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
+@long
 def test_a_call_takes_pixels_or_features_with_slots():
     model, batch = Decoder(CONFIG, rngs=nnx.Rngs(0)), batch_of()
     tokens, slots = batch["tokens"], batch["slots"]
@@ -138,6 +139,7 @@ def test_a_call_takes_pixels_or_features_with_slots():
         blind(tokens, slots=slots, **FEATURES_OF)
 
 
+@long
 def test_features_are_refused_where_the_tower_is_trained(tower):
     recipe = recipe_of(seq_len=LENGTH, partition=PartitionSection(train=(".*",)))
     with pytest.raises(InputError, match="partition.train"):

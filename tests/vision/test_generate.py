@@ -23,6 +23,7 @@ from tests.support.byte_tokenizer import byte_tokenizer
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.support.tiers import long  # noqa: E402
 from tests.support.vision_models import made, normalised, random_llava  # noqa: E402
 
 IMAGE = 258  # after the 256 bytes, <s> and </s>
@@ -128,6 +129,7 @@ def chatting(folder) -> pathlib.Path:
     return folder
 
 
+@long
 def test_messages_show_pictures(chatting, capsys, monkeypatch):
     """As parts, at marks, by the command's options, in files of prompts and in a conversation: all are one prompt."""
     model, a = moe_jax.load(chatting / "llava"), chatting / "a.png"

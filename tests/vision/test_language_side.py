@@ -118,6 +118,7 @@ def saved(moe, tmp_path_factory):
     return folder
 
 
+@long
 def test_compressed_with_pictures_and_recovered_from_what_it_was(moe, saved):
     small = moe_jax.compress(saved / "moe", method="quantize", bits=2, calibrate=saved / "rows.jsonl")
     check_eye(small, moe, projector_learns=False)

@@ -67,7 +67,7 @@ def written(folder, kind: Kind):
     return write_checkpoint(folder / "model", config, own), tower, config, tensors
 
 
-@one_in(4, first=1)
+@one_in(8, first=1)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_logits(kind, tmp_path, strict_numerics):
     folder, tower, config, tensors = written(tmp_path, kind)
@@ -270,7 +270,7 @@ def test_towers_that_are_known_by_their_names(name):
     assert write_hf_config(unnamed)["mm_image_tower"] == expected
 
 
-@one_in(3)
+@long
 @pytest.mark.parametrize("backbone", ["stablelm", "qwen", "phi"])
 def test_an_upcycled_model_of_text_leaves_without_a_tower(backbone, tmp_path, capsys, strict_numerics):
     names = {"rope_pct": "partial_rotary_factor", "norm_eps": "layer_norm_eps"} if backbone == "stablelm" else {}

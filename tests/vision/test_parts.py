@@ -21,7 +21,7 @@ from tests.support.dense_models import dense_config, random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import logits_of
 from tests.support.seeing_models import BANKS, clip_large, picture_batch, pictures, seeing, tower_config
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 CONFIG = seeing(dense_config(num_layers=2))
 
@@ -52,6 +52,7 @@ def test_the_tower_is_trained_where_it_is_named_and_nowhere_else(dense):
     assert "vision/tower/layers/{0..2}/mlp/up/kernel" in [group.pattern for group in groups]
 
 
+@one_in(2)
 @pytest.mark.parametrize("features", [(-2,), (0, 2, -1)], ids=str)
 def test_a_streamed_model_sees_what_the_decoder_sees(features):
     config = seeing(dense_config(num_layers=1), features=features)
@@ -93,6 +94,7 @@ def test_the_check_sees_pictures(dense, monkeypatch):
         moe_jax.upcycle(dense, experts=4, every=1)
 
 
+@long
 def test_med_begins_elsewhere(dense):
     moe = moe_jax.upcycle(dense, experts=4, every=1, universal="med")
     before, after = pictured(dense), pictured(moe)
@@ -137,6 +139,7 @@ def test_plan_counts_the_eye():
             moe_jax.plan(planned, pictures=many)
 
 
+@long
 def test_the_compiler_counts_as_many_operations():
     # The tower of three layers is cut before the last two, whose outputs are taken: no layers are in a loop.
     config = seeing(dense_config(num_layers=1, d_model=64), tower=tower_config(width=64, hidden=256), features=(1, 2))

@@ -61,6 +61,7 @@ def pictured(model):
     return np.asarray(logits_of(model.decoder, batch["tokens"], pixels=batch["pixels"], slots=batch["slots"]))
 
 
+@long
 def test_it_is_a_part_of_the_config_and_has_its_place_on_a_mesh(model):
     config = model.config
     assert config_from_json(config_to_json(config)) == config

@@ -27,6 +27,7 @@ from moe_jax.training.recipe import load_recipe
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.drawn_pictures import picture_shop
 from tests.support.seeing_models import FEATURES
+from tests.support.tiers import long
 from tests.vision.test_picture_data import CONFIG, llava, opened, png, read_all, recipe_of, seen_in, write
 from tests.vision.test_picture_training import RECIPE
 from tests.vision.test_picture_training import folder as folder_with_model  # noqa: F401
@@ -122,6 +123,7 @@ def recipe_in(folder, tmp_path):
     return tmp_path / "a.toml"
 
 
+@long
 def test_pictures_that_are_left_out_are_said_while_training(folder_with_model, tmp_path, capsys):  # noqa: F811
     rows = [llava(n, answer=str(n)) for n in range(20)] + [llava(0) | {"image": "shop/none.png"}]
     path = write(tmp_path / "b.jsonl", rows)

@@ -139,6 +139,7 @@ def test_eight_devices_as_one(folder, whole, tmp_path):
     np.testing.assert_allclose(losses, losses_of(whole), rtol=1e-5)
 
 
+@long
 def test_held_out_conversations_are_scored_with_their_pictures(folder, whole):
     """Packed rows have the losses of their conversations alone, and other pictures have others."""
     model, path = moe_jax.load(whole / "model"), folder / "a.jsonl"
@@ -154,6 +155,7 @@ def test_held_out_conversations_are_scored_with_their_pictures(folder, whole):
     assert moe_jax.evaluate(model, folder / "others.jsonl").nll != pytest.approx(found.nll, rel=1e-3)
 
 
+@long
 def test_a_model_without_a_token_for_pictures_is_asked_as_it_was_trained(folder, whole, capsys):
     model, picture = moe_jax.load(whole / "model"), folder / "shop" / "3.png"
     answer = moe_jax.generate(model, "<image>\nq", image=picture, max_new_tokens=4)

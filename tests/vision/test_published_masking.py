@@ -13,6 +13,7 @@ from moe_jax.data.rows import RowReader
 from moe_jax.data.tokenizer import Tokenizer
 from tests.support.dense_models import dense_config
 from tests.support.seeing_models import FEATURES, seeing
+from tests.support.tiers import one_in
 
 END, PICTURE, IGNORED = "<|endoftext|>", -200, -100
 CHAT = (
@@ -113,6 +114,7 @@ def row(said, pictures):
     return {"id": "1", **({"image": names[0] if pictures == 1 else names} if pictures else {}), "conversations": said}
 
 
+@one_in(3)
 def test_conversations(tokenizer_file):
     config = seeing(dense_config(vocab_size=512))
     tokenizer, read = Tokenizer(tokenizer_file, config), reader(tokenizer_file, "llava-v1")

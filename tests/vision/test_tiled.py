@@ -9,7 +9,7 @@ import moe_jax
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn.projector import tokens_per_picture
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.vision_models import TILED, batch_of, random_tiled
 
 torch = pytest.importorskip("torch")
@@ -79,7 +79,7 @@ def test_logits(both, name, strict_numerics):
     assert np.abs(got[:1] - without).max() <= 2e-5 * np.abs(without).max()
 
 
-@one_in(len(TILED))
+@long
 @pytest.mark.parametrize("name", TILED)
 def test_loss_and_all_gradients(both, name, tmp_path, strict_numerics):
     _, source, seen = both(name)
@@ -90,7 +90,7 @@ def test_loss_and_all_gradients(both, name, tmp_path, strict_numerics):
     check_loss_and_gradients(made_tiled(name), source, seen, tmp_path, sees)
 
 
-@one_in(len(TILED), first=1)
+@long
 @pytest.mark.parametrize("name", TILED)
 def test_16_greedy_tokens(both, name):
     theirs, source, seen = both(name)

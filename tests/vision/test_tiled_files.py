@@ -24,7 +24,7 @@ from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn.projector import tokens_per_picture
 from tests.support.hf_checkpoints import assert_same_bits, read_tensors
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.vision_models import TILED, random_tiled
 
 torch = pytest.importorskip("torch")
@@ -212,6 +212,7 @@ def test_without_files_an_image_processor_is_written(checkpoint, tmp_path, kind)
     assert pixels.shape[-2:] == (SIDE, SIDE)
 
 
+@long
 def test_upcycled_internvl_leaves_with_an_moe_inside(checkpoint, tmp_path):
     moe_jax.upcycle(str(checkpoint("internvl-normed")), tmp_path / "moe", experts=4, top_k=2)
     moe_jax.export(tmp_path / "moe", tmp_path / "hf")

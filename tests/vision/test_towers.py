@@ -55,7 +55,7 @@ def check_hidden_states(model, source, sizes: list[tuple[int, int]]) -> None:
         np.testing.assert_allclose(found.x, last, atol=2e-5 * max(scale, np.abs(last).max()), rtol=0)
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", TOWERS)
 def test_converted_equal_and_back(name, shape, tmp_path):

@@ -19,6 +19,7 @@ from moe_jax.generation.engine import Engine
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from tests.support.numerics import assert_close, logits_of, made_at_once
+from tests.support.tiers import one_in
 
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
 
@@ -45,6 +46,7 @@ def forms(decoder) -> list[type]:
     return [type(bank.config.form) for _, bank in nnx.iter_modules(decoder) if isinstance(bank, KernelBank)]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("options", "strategy"),
     [

@@ -22,7 +22,7 @@ from moe_jax.peft import split_model
 from moe_jax.training.balance.moe_section import MoESection
 from moe_jax.training.balance.selection_bias import biases_after_step, missing_load, moved_biases, without_biases
 from moe_jax.training.program import first_state, make_program
-from moe_jax.training.recipe import OptimizerSection, TrainSection
+from moe_jax.training.recipe import EmaSection, OptimizerSection, TrainSection
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, read_tensors, write_checkpoint
 from tests.support.tiers import long
@@ -83,7 +83,7 @@ def test_each_layer_has_the_bias_that_its_own_router_moves():
 @long
 def test_biases_move_by_the_loads_of_the_whole_batch_and_by_nothing_else():
     """Padding does not count, microbatches count together, and the optimizer, wild as it is, knows nothing of them."""
-    recipe = recipe_of(train=TrainSection(batch_size=8, accumulation=2), **SECTIONS)
+    recipe = recipe_of(train=TrainSection(batch_size=8, accumulation=2), ema=EmaSection(), **SECTIONS)
     program = make_program(recipe, CONFIG, jax.devices()[:1])
     with jax.set_mesh(program.mesh):
         params, frozen = initial_states(program)
@@ -104,6 +104,9 @@ def test_biases_move_by_the_loads_of_the_whole_batch_and_by_nothing_else():
         np.testing.assert_array_equal(bias_of(state.params)[layer], expected)
     assert largest_difference(before[1], state.params["embed"]["embedding"][...]) > 1e-3
     assert metrics.grad_norm > 0 and bias_of(state.params)[...].dtype == jnp.float32
+    # The average is of what is learnt, and has the biases that there are now.
+    np.testing.assert_array_equal(bias_of(state.ema)[...], bias_of(state.params)[...])
+    assert largest_difference(state.ema["embed"], state.params["embed"]) > 1e-3
 
 
 @long

@@ -13,6 +13,7 @@ from flax import nnx
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import path_name
 from moe_jax.model_io.loading import abstract_model
+from moe_jax.models import AttentionConfig, Mamba2Config
 from moe_jax.training.optimizer import (
     at_step,
     group_rates,
@@ -74,9 +75,26 @@ def test_norms_and_biases_are_not_decayed():
     assert kept == {"embed", "router", "final_norm", "attention_norm", "mlp_norm"}
     assert not is_decayed("stack/segments/0/blocks/0/mlp/experts/up/bias", section)
     assert is_decayed("lm_head/kernel", section)
+    assert is_decayed("stack/segments/0/blocks/0/mlp/experts/delta/up/scales", section)
     everything = OptimizerSection(decay_embeddings=True, decay_router=True)
     assert is_decayed("embed/embedding", everything)
     assert is_decayed("stack/segments/0/blocks/0/mlp/router/kernel", everything)
+
+
+def test_of_recurrent_layers_and_attention_with_sinks_only_kernels_and_convolutions_are_decayed():
+    def decayed_of(**changes) -> set[str]:
+        config = config_of(FFN)
+        config = dataclasses.replace(config, layers=(dataclasses.replace(config.layers[0], **changes),))
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(abstract_model(config)))]
+        found = (path.partition("/attention/") for path in paths if is_decayed(path, OptimizerSection()))
+        return {name for _, of_attention, name in found if of_attention}
+
+    convolutions = {f"{name}_conv" for name in "qkv"}
+    sized = {"num_heads": 4, "head_dim": 8}
+    mamba = decayed_of(attention=Mamba2Config(**sized, num_groups=1, state_dim=8))
+    assert mamba >= convolutions and all(path.endswith("/kernel") for path in mamba - convolutions)
+    kernels = {f"{name}/kernel" for name in "qkvo"}
+    assert decayed_of(attention=AttentionConfig(**sized, num_kv_heads=4, sinks=True)) == kernels
 
 
 def test_decay_alone_shrinks_kernels_only():

@@ -250,7 +250,7 @@ def models(workplace, undisturbed) -> Path:
     return workplace
 
 
-@one_in(6)  # what they compute together; `distributed/test_processes.py` has what they write together
+@one_in(18)  # what they compute together; `distributed/test_processes.py` has what they write together
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_gives_on_two_processes_what_it_gives_on_one_and_once(models, name, monkeypatch, capsys):
     arguments = [f"two-{name}" if one == "OUT" else one for one in COMMANDS[name]]

@@ -263,6 +263,7 @@ def test_a_run_ends_when_the_data_does(workplace, monkeypatch, capsys):
     records = metrics(workplace, "short")
     assert 3 < len(records) < 15
     assert f"the data ended after {len(records)} of {STEPS} steps" in output
+    assert [record["step"] for record in records if "eval_loss" in record] == [len(records)]
     # One document, cut into pieces of which every token but the first is fed in once, and an end token.
     text = (workplace / "held_out.txt").read_text()
     assert len(text) - 8 <= sum(record["tokens"] for record in records) <= len(text)
