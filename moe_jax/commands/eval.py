@@ -123,7 +123,7 @@ class Options(OneModel):
             raise InputError("give one of --text FILE, --classify FILE and --tasks NAME,...")
         if self.tasks is None:
             for name in _OF_TASKS:
-                if getattr(self, name) not in (None, False):
+                if getattr(self, name) is not None:
                     raise InputError(f"{flag_of(name)} goes with --tasks")
         if self.classify is None and (self.labels is not None or self.template is not None):
             raise InputError("--labels and --template go with --classify FILE")
@@ -139,6 +139,9 @@ class Options(OneModel):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{flag_of(name)} {value} must be at least {least}")
+        given = [path for path in (self.cache, self.output, self.samples) if path is not None]
+        if len({path.resolve() for path in given}) < len(given):
+            raise InputError("--cache, --output and --samples are one file each; give other names")
         for name in ("output", "samples"):
             path = getattr(self, name)
             if path is not None and path.exists():
@@ -405,8 +408,12 @@ def _evaluated(
         raise InputError("--image-folder and --image-aspect: none of the tasks is about pictures")
     cache = None
     if options.cache is not None and is_first_process():
-        tokenizer_key = hashlib.sha256(tokenizer.path.read_bytes()).hexdigest()
-        key = (model.source.fingerprint(), tokenizer_key, model.loading.compute_dtype, str(options.seq_len))
+        # The tokenizer, and the files that say how texts begin and end.
+        settings = sorted(file for file in map(as_path, model.tokenizer_files) if file.suffix == ".json")
+        files_key = hashlib.sha256(
+            b"".join(hashlib.sha256(file.read_bytes()).digest() for file in settings)
+        ).hexdigest()
+        key = (model.source.fingerprint(), files_key, model.loading.compute_dtype, str(options.seq_len))
         cache = AnswerCache(options.cache, " ".join(key))
     try:
         with progress_bars(shown=is_first_process()) as progress:

@@ -395,13 +395,15 @@ def _draw(source: "ModelSource", options: Options, plots: Path) -> list[Path]:
 def _measure_load(source: "ModelSource", options: Options, seq_len: int, progress: "Progress") -> dict[str, Any]:
     """Returns how often each expert is chosen, and on which text, as `write_figures` takes it."""
     from moe_jax.api.model import tokenizer_of_source
+    from moe_jax.data.data_files import uncompressed
     from moe_jax.distributed.sharding import make_mesh
     from moe_jax.evaluation.held_out import check_seq_len, measure_router_statistics, read_text
+    from moe_jax.files.storage_path import as_path
     from moe_jax.model_io.loading import load_model
 
     assert options.text is not None
     check_seq_len(seq_len)
-    ids = read_text(options.text, tokenizer_of_source(source))
+    ids = read_text(uncompressed(as_path(options.text)), tokenizer_of_source(source), name=str(options.text))
     mesh = make_mesh({"fsdp" if options.split else "data": -1})
     model = load_model(source, mesh=mesh)
     found = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=8, mesh=mesh)

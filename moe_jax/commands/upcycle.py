@@ -22,7 +22,8 @@ class _Command:
     The FFN of a layer is its feed-forward network. Experts begin as equal copies of it, so that it makes no difference
     which of them the router, which is new and random, chooses.
 
-    An MoE becomes a larger one: its experts are copied, and with them what the router knows of them.
+    An MoE becomes a larger one: its experts are copied, and with them what the router knows of them, up to a little
+    noise (--router-noise).
 
     With --method pesc, unless --rest is full, the output is an adapter directory: it holds only the adapters and refers
     to the dense model, which has to stay where it is.

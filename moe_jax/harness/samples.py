@@ -53,18 +53,21 @@ def samples_file(tasks: Mapping[str, Any], results: Mapping[str, Any]) -> Sample
 
 
 def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yields a line for every example of the tasks that describe their samples, of what `evaluate_tasks` returned."""
+    """Yields a line for every answer to tasks that describe their samples, of what `evaluate_tasks` returned.
+
+    An example has as many answers as the task asks for (`repeats`).
+    """
     for name, config in results["configs"].items():
         templates = (config.get("metadata") or {}).get("samples")
         if templates is None:
             continue
         if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
             raise InputError(f"{name}: metadata.samples {shown(templates)}: expected a template for every key")
-        for sample in results["samples"][name]:
-            text = sample["resps"][0][0]
+        answers = ((sample["doc"], text) for sample in results["samples"][name] for text in sample["resps"][0])
+        for doc, text in answers:
             try:
                 yield {
-                    str(key): Template(template, of_task=True).render({**sample["doc"], "completion": text}).text
+                    str(key): Template(template, of_task=True).render({**doc, "completion": text}).text
                     for key, template in templates.items()
                 }
             except Exception as error:  # a template can do anything that raises

@@ -113,7 +113,10 @@ def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, html.Cell]:
             figures["training tokens/s, median"] = f"{speed:,.0f}"
     for evaluation in subject.evaluations:
         for score in evaluation.scores:
-            figures[f"{score.task}: {score.metric}"] = html.with_spread(value_of(score), spread_of(score))
+            title = f"{score.task}: {score.metric}"
+            if title in figures:  # the same task, evaluated in another way
+                title += f" ({evaluation.path.name})"
+            figures[title] = html.with_spread(value_of(score), spread_of(score))
     return figures
 
 

@@ -39,7 +39,10 @@ _EXPECTED = (
 
 
 class Score(NamedTuple):
-    """One figure of a task: perhaps with a standard error or a 95% interval, and the count of examples or tokens."""
+    """One figure of a task: perhaps with a standard error or a 95% interval, and the count of examples or tokens.
+
+    A text or labelled texts are named by their file (`is_of_file`).
+    """
 
     task: str
     metric: str
@@ -47,6 +50,7 @@ class Score(NamedTuple):
     error: float | None = None
     count: int | None = None
     interval: tuple[float, float] | None = None
+    is_of_file: bool = False
 
 
 class Evaluation(NamedTuple):
@@ -136,29 +140,56 @@ def open_subject(path: Path | str, *, base: Path | None = None) -> Subject:
 
 def named(subjects: Sequence[Subject]) -> list[Subject]:
     """The subjects, each with a name: the last part of its path, or as many as tell it from the others."""
-    parts = [subject.path.resolve().parts for subject in subjects]
-    names = []
+    names = _short([subject.path.resolve() for subject in subjects])
+    return [dataclasses.replace(subject, name=name) for subject, name in zip(subjects, names, strict=True)]
+
+
+def _short(paths: Sequence[Path]) -> list[str]:
+    """The last part of every path, or as many as tell it from the others."""
+    parts, names = [path.parts for path in paths], []
     for own in parts:
         alike = [other for other in parts if other != own]
         length = next(n for n in range(1, len(own) + 1) if n == len(own) or all(own[-n:] != o[-n:] for o in alike))
         names.append("/".join(own[-length:]))
-    return [dataclasses.replace(subject, name=name) for subject, name in zip(subjects, names, strict=True)]
+    return names
+
+
+def _with_short_files(subjects: Sequence[Subject]) -> list[Subject]:
+    """The subjects, whose evaluations name the files that they are on as shortly as tells them apart."""
+    every = [score for subject in subjects for one in subject.evaluations for score in one.scores if score.is_of_file]
+    short = dict(zip((score.task for score in every), _short([Path(score.task) for score in every]), strict=True))
+
+    def shortened(one: Evaluation) -> Evaluation:
+        return one._replace(scores=tuple(s._replace(task=short.get(s.task, s.task)) for s in one.scores))
+
+    return [dataclasses.replace(one, evaluations=tuple(map(shortened, one.evaluations))) for one in subjects]
 
 
 def with_evaluations(subjects: Sequence[Subject]) -> list[Subject]:
     """The subjects, with evaluations of a model among them beside that model and no subjects of their own."""
-    models = {subject.path.resolve(): subject for subject in subjects if subject.model is not None}
+    models: dict[Path | None, Subject] = {
+        subject.path.resolve(): subject for subject in subjects if subject.model is not None
+    }
     # The model that a run has made is asked for as `RUN/model`.
     models |= {(subject.path / MODEL).resolve(): subject for subject in subjects if subject.run is not None}
     of: dict[int, list[Evaluation]] = {}
     rest = []
     for subject in subjects:
-        found = models.get(as_path(subject.evaluations[0].model).resolve()) if subject.evaluations else None
+        found = models.get(_place(subject.evaluations[0].model)) if subject.evaluations else None
         if found is None:
             rest.append(subject)
         else:
             of.setdefault(id(found), []).extend(subject.evaluations)
-    return [dataclasses.replace(one, evaluations=(*one.evaluations, *of.get(id(one), ()))) for one in rest]
+    joined = [dataclasses.replace(one, evaluations=(*one.evaluations, *of.get(id(one), ()))) for one in rest]
+    return _with_short_files(joined)
+
+
+def _place(model: str) -> Path | None:
+    """Returns the path of a model that an evaluation names; None: its name can be no path."""
+    try:
+        return as_path(model).resolve()
+    except (OSError, ValueError):
+        return None
 
 
 def _of_model(path: Path, base: Path | None) -> Subject:
@@ -306,14 +337,15 @@ def parse_evaluation(data: Mapping[str, Any], path: Path) -> Evaluation:
     if "results" in data:
         return _of_tasks(data, path)
     if "perplexity" in data:
-        text, tokens = Path(_field(data, "text", "a text", path)).name, _count(data.get("tokens"))
+        text, tokens = _field(data, "text", "a text", path), _count(data.get("tokens"))
         figures = {name: float(_field(data, name, "a number", path)) for name in ("perplexity", "nll")}
-        scores = tuple(Score(text, name, value, count=tokens) for name, value in figures.items())
+        scores = tuple(Score(text, name, value, count=tokens, is_of_file=True) for name, value in figures.items())
         return Evaluation(path, _field(data, "model", "a text", path), scores)
     low, high = map(float, _field(data, "interval", "two numbers", path))
-    file = Path(_field(data, "file", "a text", path)).name
+    file = _field(data, "file", "a text", path)
     accuracy = float(_field(data, "accuracy", "a number", path))
-    score = Score(file, "accuracy", accuracy, count=_count(data.get("count")), interval=(low, high))
+    counted = {"count": _count(data.get("count")), "interval": (low, high), "is_of_file": True}
+    score = Score(file, "accuracy", accuracy, **counted)
     labels, confusion = data.get("labels"), data.get("confusion")
     names = tuple(map(str, labels)) if isinstance(labels, list) else ()
     model = _field(data, "model", "a text", path)

@@ -120,17 +120,18 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     experts: Annotated[int | None, Shown("N", "8; of an MoE twice its own")] = None
     """Experts per MoE layer; with `granularity`, copies of the FFN that are cut into experts."""
     top_k: Annotated[int | None, Shown("K", "2; of an MoE its own, times the copies if these add up")] = None
-    """Experts that a token is routed to. Step 0, of an MoE: its logits, if every expert gets as many copies and K grows
-    with them, for a token then goes to all copies of what it went to (not with gate sparse_mixer); or if K stays 1.
-    Otherwise copies of one expert take the place of others, and the check says how far off the logits are."""
+    """Experts that a token is routed to. Step 0, of an MoE, with `router_noise` 0: its logits, if every expert gets as
+    many copies and K grows with them, for a token then goes to all copies of what it went to (not with gate
+    sparse_mixer); or if K stays 1. Otherwise copies of one expert take the place of others, and the check says how far
+    off the logits are."""
     copies_by: Literal["even", "use", "gradient"] = "even"
     """Of an MoE: which experts are copied. even: all as often. use: the next copy is of the expert that most tokens of
     `text` go to, for each of its copies; gradient: of the one with the largest norm of the gradient of the loss of
     `text`, likewise. K then stays as it is."""
     router_noise: Annotated[float | None, Shown("STD", "0.01")] = None
     """Of an MoE: Gaussian noise on the router's kernel for the copies, with STD times its standard deviation; what was
-    there stays. With 0, and no `noise`, copies stay alike in training, unless a bias of selection, or a capacity, tells
-    them apart."""
+    there stays. Step 0 is then a little off the logits of the MoE, and the check says by how much. With 0, and no
+    `noise`, copies stay alike in training, unless a bias of selection, or a capacity, tells them apart."""
     shared_from: Annotated[Literal["mean"] | None, Shown("mean", "none")] = None
     """Of an MoE: adds a shared expert with weight 1, as DeepSeek's models have, whose kernels are the mean of those of
     the layer's experts. Needs full experts. Step 0: not the source's logits; the check says how far off they are."""

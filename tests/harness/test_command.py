@@ -44,6 +44,12 @@ def test_table_json_and_cache(tiny_llama, folder, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("moe_jax.harness.language_model.stream_texts", None)
     again = json.loads(run(capsys, *options, "--json").out)
     assert again["results"] == results["results"]
+    # Another file of the tokenizer may say that texts begin or end otherwise.
+    settings = tiny_llama / "tokenizer_config.json"
+    settings.write_text(json.dumps({"bos_token": None}))
+    with pytest.raises(TypeError):
+        run(capsys, *options, "--json")
+    settings.unlink()
     with sqlite3.connect(cache) as database:
         database.execute("UPDATE answers SET answer = '[1]'")
     assert "holds no answers" in fails(capsys, *options)
@@ -77,6 +83,9 @@ def test_samples_are_written_and_not_run(tiny_llama, folder, tmp_path, capsys):
     assert [line["task_id"] for line in lines] == [f"T/{one['gold']}" for one in QUESTIONS]
     assert all(line["solution"].startswith(one["q"]) for line, one in zip(lines, QUESTIONS, strict=True))
     assert "exists already" in fails(capsys, *options, "--samples", samples)
+    twice = {"metric_list": bypass, "metadata": {"samples": templates}, "repeats": 2}
+    write_task(folder, {**WRITTEN, "task": "code", **twice})
+    assert "8 samples in" in run(capsys, *options, "--samples", tmp_path / "twice.jsonl").err
     for option in ("--samples", "--output"):  # said before anything is computed
         absent = tmp_path / "absent"
         assert f"{option} {absent}/x: there is no directory {absent}" in fails(capsys, *options, option, absent / "x")
@@ -98,6 +107,8 @@ def test_list(tiny_llama, folder, capsys):
     [
         (["--tasks", "choice", "--text", "x"], "give one of --text FILE, --classify FILE and --tasks"),
         (["--text", "x", "--limit", "3"], "--limit goes with --tasks"),
+        (["--text", "x", "--num-fewshot", "0"], "--num-fewshot goes with --tasks"),
+        (["--tasks", "choice", "--output", "a.json", "--cache", "b/../a.json"], "one file each"),
         (["--tasks", ",", "--tasks-dir", "{folder}"], "--tasks names no task"),
         (["--tasks", "choice", "--tasks-dir", "{folder}", "--limit", "0"], "--limit 0 must be at least 1"),
         (["--tasks", "choice", "--tasks-dir", "absent"], "no folder of task files at absent"),

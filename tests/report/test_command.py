@@ -1,6 +1,7 @@
 """`moe-jax report PATH...`, as a user runs it."""
 
 import base64
+import dataclasses
 import json
 import shutil
 import xml.etree.ElementTree
@@ -10,7 +11,7 @@ import pytest
 
 from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.report.build import side_by_side_table
+from moe_jax.report.build import _figures, side_by_side_table
 from moe_jax.report.subjects import named, open_subject, with_evaluations
 from tests.report.subjects_on_disk import EVIL, STEPS, write_run, write_subjects
 from tests.report.test_elements import Reader, read
@@ -118,6 +119,19 @@ def test_an_evaluation_of_the_model_of_a_run_is_the_runs(subjects, tmp_path: Pat
     )
     (found,) = with_evaluations([open_subject(subjects["run"]), open_subject(evaluation)])
     assert found.run is not None and found.evaluations[0].scores[0].value == 2.0
+
+
+def test_evaluations_on_files_of_one_name_are_told_apart_and_none_is_lost(subjects, tmp_path: Path):
+    for number, (text, model) in enumerate([("wiki/a.txt", "m"), ("code/a.txt", "m"), ("code/a.txt", "\0")]):
+        score = {"perplexity": 2.0 + number, "nll": 0.7, "model": str(subjects["model"]) if model == "m" else model}
+        (tmp_path / f"{number}.json").write_text(json.dumps({**score, "text": text, "tokens": 1}))
+    given = [subjects["model"], *(tmp_path / f"{number}.json" for number in range(3))]
+    found, other = named(with_evaluations([open_subject(path) for path in given]))
+    assert [one.scores[0].task for one in found.evaluations] == ["wiki/a.txt", "code/a.txt"]
+    assert other.name == "2.json"
+    again = dataclasses.replace(found, evaluations=found.evaluations * 2)
+    titles = [title for title in _figures(again, None) if "perplexity" in title]
+    assert len(titles) == 4
 
 
 def test_runs_are_compared_by_their_losses(subjects, tmp_path: Path):

@@ -177,6 +177,13 @@ def _mean_f1(values: Sequence[tuple[str, bool, bool]]) -> float:
     return sum(yes_no(one).f1 for one in pairs.values()) / len(pairs)
 
 
+def _names_question(label: Document, entry: Document) -> bool:
+    """Whether a label names the picture and the question of an entry, which a line follows on how to answer."""
+    text = entry.get("text")
+    question = text.split("\n")[0] if isinstance(text, str) else None
+    return (label.get("image"), label.get("text")) == (entry.get("image"), question)
+
+
 class POPE(QuestionSet):
     """POPE: questions of LLaVA's form, and a file of labels for every category, in the order of its questions."""
 
@@ -185,23 +192,27 @@ class POPE(QuestionSet):
     } | {"f1": _mean_f1}
 
     def reader(self, annotations: Mapping[str, Any]) -> Reader:
-        """Finds labels by the number of a question among those of its category."""
+        """Finds the label of a question among those of its category that come after the label of the one before."""
         if not annotations or annotations.keys() - set(_CATEGORIES):
             raise InputError(f"dataset_kwargs.annotations: expected files for {', '.join(_CATEGORIES)}")
-        labels = {name: iter(entries_of(given, f"labels of {name}")) for name, given in annotations.items()}
+        labels = {name: list(entries_of(given, f"labels of {name}")) for name, given in annotations.items()}
 
         def read(entry: Document) -> dict[str, Any]:
             category = text_of(entry, "category")
             if category not in labels:
                 raise BadDocument(f"its category is {shown(category)}, and there are labels of {', '.join(labels)}")
-            label = next(labels[category], None)
-            if label is None:
+            left = labels[category]
+            if not left:
                 raise BadDocument(f"there are fewer labels than questions of the category {category!r}")
-            if label.get("image", entry.get("image")) != entry.get("image"):
+            # Files whose labels have other words are in the same order.
+            place = next((number for number, label in enumerate(left) if _names_question(label, entry)), 0)
+            if left[place].get("image", entry.get("image")) != entry.get("image"):
                 raise BadDocument(
-                    f"its picture is {shown(entry.get('image'))}, and that of its label {shown(label['image'])}: "
-                    "questions and labels of a category must be in the same order"
+                    f"its picture is {shown(entry.get('image'))}, and that of the next label "
+                    f"{shown(left[0].get('image'))}: questions and labels of a category must be in the same order"
                 )
+            label = left[place]
+            del left[: place + 1]  # those of questions that could not be read, too
             if label.get("label") not in ("yes", "no"):
                 raise BadDocument(f"its label is {shown(label.get('label'))}, expected yes or no")
             named = {"question_id": id_of(entry), "text": text_of(entry, "text"), "category": category}

@@ -59,6 +59,18 @@ def test_labels_of_some_categories_are_enough():
         SETS["pope"].reader({"random": [{"label": "maybe"}]})(entry)
 
 
+def test_a_question_that_could_not_be_read_takes_only_its_own_label_with_it():
+    pairs = [(f"{picture}.png", f"Is there {what}?") for picture in "ab" for what in ("x", "y", "z")]
+    labels = [{"image": image, "text": text, "label": "yes" if "y" in text else "no"} for image, text in pairs]
+    read = SETS["pope"].reader({"random": labels})
+    for number in (0, 2, 3, 4):
+        image, text = pairs[number]
+        entry = {"question_id": number, "image": image, "text": f"{text}\nAnswer yes or no.", "category": "random"}
+        assert read(entry)["answer"] == labels[number]["label"]
+    with pytest.raises(InputError, match="same order"):
+        read({"question_id": 9, "image": "a.png", "text": "Is there x?", "category": "random"})
+
+
 def test_answers_of_scienceqa_without_a_letter():
     problem = {"choices": list("abcdef"), "answer": 5}
     read = SETS["scienceqa_img"].reader({"": {"1": problem}})
