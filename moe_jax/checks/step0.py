@@ -81,6 +81,8 @@ def compare_predictions(
     scored: Bool[np.ndarray, "R T"],
 ) -> TextComparison:
     """Compares the logits of two models for the rows of `text_rows`, in float64, a row at a time."""
+    if not scored.any():
+        raise InputError(f"{name}: one token has nothing before it to be predicted from; give a longer text")
     kl = loss_before = loss_after = 0.0
     for row, (targets, counts) in enumerate(zip(tokens, scored, strict=True)):
         at = np.flatnonzero(counts)

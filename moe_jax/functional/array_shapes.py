@@ -3,7 +3,7 @@
 from types import EllipsisType
 from typing import Any
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 
 
 def check_shape(name: str, array: Any, expected: tuple[int | None | EllipsisType, ...]) -> None:
@@ -14,6 +14,8 @@ def check_shape(name: str, array: Any, expected: tuple[int | None | EllipsisType
       array: anything with a `shape`; under `jax.jit` it is checked once, when the program is traced.
       expected: sizes; None stands for any size, and `...` for any number of axes.
     """
+    if not hasattr(array, "shape"):
+        raise InputError(f"{name} is {shown(array)}, expected an array")
     import chex  # Here: it takes a twentieth of a second, which commands that compute nothing need not wait for.
 
     try:

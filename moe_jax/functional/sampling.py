@@ -38,7 +38,8 @@ def sample(
         if not (top_k is None and top_p is None):
             some = jnp.any((count < size) | (share < 1.0))
             scaled = jax.lax.cond(some, lambda: _most_likely(scaled, count, share), lambda: scaled)
-        draw = jax.vmap(jax.random.categorical) if key.ndim else jax.random.categorical
+        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)  # an old key is an array of two numbers
+        draw = jax.vmap(jax.random.categorical) if key.ndim > (0 if is_typed else 1) else jax.random.categorical
         return jnp.where(heat > 0, draw(key, scaled).astype(jnp.int32), best)
 
     return jax.lax.cond(jnp.any(heat > 0), drawn, lambda: best)

@@ -374,10 +374,14 @@ def make_context(
     config.check_shared_choice(length)
     in_row = default_positions(shape)
     positions = in_row if positions is None else positions
-    if valid is None and segment_ids is not None:
-        valid = segment_ids > 0
     # Padding is a document of its own: no text sees it, and it does not make a text longer.
-    segments = valid.astype(jnp.int32) if segment_ids is None and valid is not None else segment_ids
+    segments = segment_ids
+    if segment_ids is None and valid is not None:
+        segments = valid.astype(jnp.int32)
+    elif segment_ids is not None and valid is not None:
+        segments = jnp.where(valid, segment_ids, 0)
+    if segment_ids is not None and segments is not None:
+        valid = segments > 0
     slots = None
     if num_slots is not None:
         # Padding is written after the last token, where no query looks before the slot is written again.

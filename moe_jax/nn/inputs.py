@@ -48,7 +48,7 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     if "inputs" not in batch:
         return given | {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
     given |= {"inputs": batch["inputs"], "inputs_valid": batch.get("inputs_valid")}
-    return given | {"valid": batch["segment_ids"] > 0 if "segment_ids" in batch else None}
+    return given | {"valid": jnp.asarray(batch["segment_ids"]) > 0 if "segment_ids" in batch else None}
 
 
 def targets_and_weights(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
@@ -65,12 +65,14 @@ def targets_and_weights(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "
     for name in ("tokens", "targets"):
         if name not in batch:
             raise InputError(f"the batch has no {name}; it has {', '.join(batch)}")
-    shape = np.shape(batch["tokens"])
+    shape = as_array("tokens", batch["tokens"], "integers", (None, None)).shape
     targets = jnp.asarray(as_array("targets", batch["targets"], "integers", shape))
     if "weights" in batch:
         return targets, jnp.asarray(as_array("weights", batch["weights"], "floating-point numbers", shape), jnp.float32)
-    segments = batch.get("segment_ids")
-    return targets, jnp.ones(shape, jnp.float32) if segments is None else (segments > 0).astype(jnp.float32)
+    if batch.get("segment_ids") is None:
+        return targets, jnp.ones(shape, jnp.float32)
+    segments = as_array("segment_ids", batch["segment_ids"], "integers", shape)
+    return targets, (jnp.asarray(segments) > 0).astype(jnp.float32)
 
 
 def as_array(name: str, given: Any, kind: str, shape: tuple[int | None | EllipsisType, ...]) -> Array:

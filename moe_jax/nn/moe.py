@@ -416,7 +416,7 @@ class MoE(Summarised):
             if selection.bias is not None:  # it could make up for a score of 0
                 selection = selection._replace(bias=selection.bias + jnp.where(bias <= OFF / 2, OFF, 0.0))
         if change is not None:
-            logits = change(logits.reshape(*x.shape[:-1], -1)).reshape(logits.shape)
+            logits = change(logits.reshape(*x.shape[:-1], logits.shape[-1])).reshape(logits.shape)
         capacity = self._capacity(math.prod(x.shape[:-2]), key)
         routing, stats = route(
             logits,
@@ -437,7 +437,7 @@ class MoE(Summarised):
             scales = self._of_router("expert_scale", "scale of every expert")[...].astype(jnp.float32)
             routing = routing._replace(weights=routing.weights * jnp.take(scales, routing.experts, mode="clip"))
         chosen = routing
-        every = TokenRouting(*(array.reshape(*x.shape[:-1], -1) for array in (*routing, logits)))
+        every = TokenRouting(*(array.reshape(*x.shape[:-1], array.shape[-1]) for array in (*routing, logits)))
         if self.config.merged_experts is not None:
             # Two choices may become the same expert: it is then applied with both weights.
             merged = jnp.take(self.groups[...], routing.experts, mode="clip")

@@ -125,3 +125,10 @@ def test_models_are_compared_on_a_text_where_kernels_are_rounded(monkeypatch, tm
 
 def fail(source):
     raise InputError("no tokenizer")
+
+
+def test_one_token_has_nothing_to_compare():
+    tokens, scored = text_rows(ProbeText("short", np.array([3])), 128)
+    logits = np.zeros((*tokens.shape, 5), np.float32)
+    with pytest.raises(InputError, match="short: one token"):
+        compare_predictions("short", logits, logits, tokens, scored)

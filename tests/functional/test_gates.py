@@ -123,6 +123,18 @@ def test_auxiliary_losses_of_a_sigmoid_gate_are_of_normalised_scores():
     np.testing.assert_allclose(jnp.sum(stats.probability), 1.0, rtol=1e-5)
 
 
+def test_a_token_whose_scores_are_all_zero_has_a_loss_and_gradients():
+    """As of a gate that cuts scores off; every expert is then as probable."""
+    cut_off = Gate(jax.nn.relu, lambda logits, scores: scores)
+    logits = jnp.stack([normal(0, 4), -jnp.ones(4)])
+
+    def balance(logits):
+        return route(logits, 2, cut_off)[1].balance
+
+    assert jnp.isfinite(balance(logits)) and jnp.isfinite(jax.grad(balance)(logits)).all()
+    np.testing.assert_allclose(route(-jnp.ones((1, 4)), 2, cut_off)[1].probability, 0.25)
+
+
 @long
 def test_a_gate_can_be_registered_and_replaced():
     def gate(weight):

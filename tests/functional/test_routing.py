@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
+from moe_jax.functional.routing.gates import Selection
 from moe_jax.functional.routing.route import route
 from moe_jax.functional.routing.token_choices import NO_EXPERT
 from moe_jax.functional.token_dispatch import sort_by_expert
@@ -140,6 +141,15 @@ def test_padding_does_not_count():
     chex.assert_trees_all_close(padded, cut, rtol=1e-5)
 
 
+def test_what_padding_holds_reaches_no_statistic():
+    logits = normal(0, 12, 4)
+    valid = jnp.arange(12) < 7
+    clean = jitted_route(logits, 2, "topk_softmax", valid=valid)
+    for wild in (jnp.nan, 1e25):
+        soiled = jnp.where(valid[:, None], logits, wild)
+        chex.assert_trees_all_equal(jitted_route(soiled, 2, "topk_softmax", valid=valid), clean)
+
+
 def capacity_reference(experts, valid, num_experts, factor, num_sequences):
     """Which assignments are kept, one after the other."""
     (tokens, top_k), kept = experts.shape, np.zeros(experts.shape, bool)
@@ -208,10 +218,20 @@ LOGITS = jnp.zeros((4, 3))
         (LOGITS.astype(jnp.bfloat16), 2, {}, "bfloat16, expected float32"),
         (LOGITS, 4, {}, "top_k=4 must lie between 1 and .* experts, 3"),
         (LOGITS, 0, {}, "top_k=0"),
+        (LOGITS, 2, {"selection": Selection(bias=jnp.zeros(2))}, r"shape \(2,\), expected \(3\)"),
+        (LOGITS, 2, {"selection": Selection(groups=2)}, "groups=2 must divide"),
+        (LOGITS, 2, {"selection": Selection(groups=3)}, "from top_groups=1"),
+        (LOGITS, 2, {"num_sequences": 3, "capacity_factor": 1.0}, "num_sequences=3 must divide"),
+        (LOGITS, 2, {"sequences": 3}, "sequences=3 must divide"),
         (LOGITS, 2, {"valid": jnp.ones((3,), bool)}, r"shape \(3,\), expected \(4\)"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_when_they_are_traced_too(logits, top_k, options, complaint):
-    for function in (route, jitted_route):
+    for function in (route, lambda *given, **more: jax.jit(lambda logits: route(logits, *given[1:], **more))(given[0])):
         with pytest.raises(InputError, match=complaint):
             function(logits, top_k, "topk_softmax", **options)
+
+
+def test_a_list_is_no_array():
+    with pytest.raises(InputError, match="expected an array"):
+        route([[0.0, 1.0]], 1, "top1")

@@ -60,3 +60,8 @@ def test_a_row_with_a_key_of_its_own_is_given_what_it_would_be_given_alone():
     assert together.tolist() == alone
     best = jnp.argmax(logits, axis=-1).tolist()
     assert [alone[0], alone[5]] == [best[0], best[5]] and alone != best
+
+
+def test_keys_may_be_of_the_old_kind():
+    logits = normal(1, 3, 50)
+    assert sample(logits, jax.random.PRNGKey(2)).tolist() == sample(logits, jax.random.key(2)).tolist()

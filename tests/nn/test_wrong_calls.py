@@ -102,6 +102,22 @@ def test_lists_are_taken():
     lists = DECODER([[1, 2, 3], [4, 5, 6]], **given).logits
     arrays = {name: jnp.asarray(value) for name, value in given.items()}
     np.testing.assert_array_equal(lists, DECODER(jnp.array([[1, 2, 3], [4, 5, 6]]), **arrays).logits)
+    batch = {"tokens": [[1, 2, 3]], "targets": [[2, 3, 4]], "segment_ids": [[1, 1, 0]]}
+    assert DECODER.loss(batch) == DECODER.loss({name: jnp.asarray(value) for name, value in batch.items()})
+    with pytest.raises(InputError):
+        DECODER.loss({"tokens": [[1, 2, 3], [1]], "targets": [[2, 3, 4]]})
+
+
+def test_padding_within_documents_is_seen_by_no_token():
+    valid, documents = jnp.arange(6)[None] >= 2, jnp.ones((1, 6), jnp.int32)
+    tokens = jnp.arange(1, 7, dtype=jnp.int32)[None]
+    given = {"valid": valid, "segment_ids": documents}
+    one, other = (DECODER(ids, **given).logits[:, 2:] for ids in (tokens, tokens.at[:, :2].set(9)))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_an_moe_takes_no_tokens_too():
+    assert MOE(jnp.zeros((0, 5, 16)))[0].shape == (0, 5, 16)
 
 
 @long

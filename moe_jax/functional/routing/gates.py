@@ -102,7 +102,10 @@ def choose(
         weights = weights * jnp.float32(scale)
     if not gate.scores_sum_to_one:
         total = jnp.sum(scores, axis=-1, keepdims=True)
-        scores, of_chosen = scores / total, of_chosen / total
+        # Where all are zero, experts are equally probable; nothing is divided by zero, for the sake of the gradient.
+        some = total > 0
+        total = jnp.where(some, total, 1.0)
+        scores, of_chosen = (jnp.where(some, array / total, 1.0 / scores.shape[-1]) for array in (scores, of_chosen))
     return Choice(experts, weights, of_chosen, scores)
 
 

@@ -73,10 +73,18 @@ def route(
     tokens, num_experts = logits.shape
     if logits.dtype != jnp.float32:
         raise InputError(f"logits are {logits.dtype}, expected float32")
-    if not 1 <= top_k <= num_experts:
+    if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise InputError(f"top_k={top_k} must lie between 1 and the number of experts, {num_experts}")
+    _check_selection(selection, top_k, num_experts)
+    rows = {"num_sequences": num_sequences, "sequences": sequences if isinstance(sequences, int) else 1}
+    for name, count in rows.items():
+        if tokens and (count < 1 or tokens % count):
+            raise InputError(f"{name}={count} must divide the number of tokens, {tokens}")
     if valid is not None:
         check_shape("valid", valid, (tokens,))
+        if not pads_capacity:  # where it takes room, at the experts that it chooses
+            # Whatever padding holds, it is in no statistic.
+            logits = jnp.where(valid[:, None], logits, 0.0)
     experts, weights, top_probabilities, probabilities = choose(logits, top_k, gate, selection, scale)
 
     counted = jnp.ones(logits.shape[:1], jnp.float32) if valid is None else valid.astype(jnp.float32)
@@ -111,3 +119,16 @@ def route(
         within = balance_within(sequences, assigned * (counted / top_k)[:, None], probabilities, counted) / total
     stats = RouterStats(z, loads[0], dropped, importance, mean_probability, gram, count, loads[1], within)
     return Routing(experts, weights), stats
+
+
+def _check_selection(selection: Selection, top_k: int, num_experts: int) -> None:
+    if selection.bias is not None:
+        check_shape("the bias of selection", selection.bias, (num_experts,))
+    if selection.groups < 1 or num_experts % selection.groups:
+        raise InputError(f"groups={selection.groups} must divide the number of experts, {num_experts}")
+    among = num_experts // selection.groups * selection.top_groups
+    if selection.groups > 1 and not (1 <= selection.top_groups <= selection.groups and top_k <= among):
+        raise InputError(
+            f"top_k={top_k} experts cannot be chosen from top_groups={selection.top_groups} of {selection.groups} "
+            f"groups of {num_experts // selection.groups}"
+        )
