@@ -18,7 +18,7 @@ WINS, LOSES, UNDECIDED = "wins", "loses", "cannot decide"
 _HEAD = ("", "MB", "bits per weight")
 _AGAINST = (
     *("against", "bits per weight", "ours", "bits per weight", "its loss less theirs, nats [95 %]", "by draw"),
-    *("KL, ours", "KL, theirs", "its KL less theirs, nats [95 %]", "ours, by loss", "by KL"),
+    *("KL, ours", "KL, theirs", "its KL less theirs, nats [95 %]", "by draw", "ours, by loss", "by KL"),
 )
 _STEPS = ("with the step", "bits per weight", "without it", "bits per weight", "loss, with less without, nats [95 %]",
           "by draw", "KL, with less without, nats [95 %]", "by draw")  # fmt: skip
@@ -214,7 +214,8 @@ def _against(every: Sequence[Point]) -> Iterator[list[str]]:
                     _more_by_draw(ours, theirs, "losses"),
                 ),
                 *(f"{ours.kl:.4f}", f"{theirs.kl:.4f}"),
-                *(str(diverges := more_divergence(ours, theirs)), verdict(found), verdict(diverges)),
+                *(str(diverges := more_divergence(ours, theirs)), _more_by_draw(ours, theirs, "kl")),
+                *(verdict(found), verdict(diverges)),
             ]
 
 
