@@ -124,6 +124,13 @@ def test_another_training_of_a_model_has_a_whole_model_of_its_own(monkeypatch, r
     done, finished = _asked(monkeypatch, results, tmp_path, **some, fingerprint="g")
     # The codes that need no text are made once of this training, too.
     assert finished and done == [(WHOLE, 0), (alike, 1), (calibrated, 1), (calibrated, 2)]
+    # The first draw, which is compared window by window, may be of a training that loses as much as the first.
+    other = PEERS[1].label
+    results.get(MODELS, "a", WHOLE, "1")["losses"][TEXTS[0]] = 1.01
+    assert _asked(monkeypatch, results, tmp_path, only=[other], draws=1, fingerprint="g") == ([], True)
+    results.get(MODELS, "a", WHOLE, "1")["losses"][TEXTS[0]] = 1.001
+    assert _asked(monkeypatch, results, tmp_path, only=[other], draws=1, fingerprint="g")[0] == [(other, 0)]
+    results.forget(MODELS, "a", other)
     wholes = results.get(MODELS, "a", WHOLE)
     assert {number: whole["fingerprint"] for number, whole in wholes.items()} == {"0": "f", "1": "g"}
     runs = results.get(MODELS, "a", calibrated)

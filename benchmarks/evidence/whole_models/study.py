@@ -18,6 +18,8 @@ REFUSED = "refused"
 TRAINING = "training"
 SAME = 0.02
 """The share by which the losses of two trainings of one model may differ."""
+ALIKE = 0.003
+"""Nats per token by which they may, so that entries of both stand beside each other in the first draw."""
 
 
 class WholeModelsFile(ResultsFile):
@@ -85,11 +87,19 @@ def _check_same_model(task: Task, whole: dict[str, Any], results: WholeModelsFil
         raise SystemExit(f"the results of {task.name} are of another model than {task.model}; take them out first")
 
 
+def _is_like_the_first(task: Task, training: int, results: WholeModelsFile) -> bool:
+    """Whether a training loses as much as the first one did."""
+    first, own = (results.get(MODELS, task.name, WHOLE, str(number))["losses"] for number in (0, training))
+    return all(abs(own[text] - loss) <= ALIKE for text, loss in first.items())
+
+
 def _open(task: Task, results: WholeModelsFile, only: Sequence[str] | None, draw: int) -> Iterator[Entry | None]:
     """Entries that are not done; None stands for the model as it is."""
     training = _training(task, results)
     if results.get(MODELS, task.name, WHOLE, str(training)) is None:
         yield None
+    if not draw and not _is_like_the_first(task, training, results):
+        return  # the first draw is compared window by window
     for entry in ENTRIES:
         if only is not None and entry.label not in only:
             continue
