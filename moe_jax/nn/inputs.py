@@ -65,7 +65,7 @@ def targets_and_weights(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "
     for name in ("tokens", "targets"):
         if name not in batch:
             raise InputError(f"the batch has no {name}; it has {', '.join(batch)}")
-    shape = as_array("tokens", batch["tokens"], "integers", (None, None)).shape
+    shape = as_array("tokens", batch["tokens"], "integers", (...,)).shape
     targets = jnp.asarray(as_array("targets", batch["targets"], "integers", shape))
     if "weights" in batch:
         return targets, jnp.asarray(as_array("weights", batch["weights"], "floating-point numbers", shape), jnp.float32)
