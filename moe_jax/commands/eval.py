@@ -3,7 +3,6 @@ of lm-eval (`--tasks NAME,...`)."""
 
 import collections
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -396,7 +395,7 @@ def _evaluated(
     from moe_jax.core.terminal import progress_bars
     from moe_jax.distributed.processes import is_first_process
     from moe_jax.harness.answer_cache import AnswerCache
-    from moe_jax.harness.language_model import HarnessModel
+    from moe_jax.harness.language_model import HarnessModel, hash_of_tokenizer
     from moe_jax.harness.pictures.task_pictures import pictures_of_tasks
     from moe_jax.harness.task_run import evaluate_tasks
 
@@ -408,12 +407,8 @@ def _evaluated(
         raise InputError("--image-folder and --image-aspect: none of the tasks is about pictures")
     cache = None
     if options.cache is not None and is_first_process():
-        # The tokenizer, and the files that say how texts begin and end.
-        settings = sorted(file for file in map(as_path, model.tokenizer_files) if file.suffix == ".json")
-        files_key = hashlib.sha256(
-            b"".join(hashlib.sha256(file.read_bytes()).digest() for file in settings)
-        ).hexdigest()
-        key = (model.source.fingerprint(), files_key, model.loading.compute_dtype, str(options.seq_len))
+        tokenizer_key = hash_of_tokenizer(tokenizer)
+        key = (model.source.fingerprint(), tokenizer_key, model.loading.compute_dtype, str(options.seq_len))
         cache = AnswerCache(options.cache, " ".join(key))
     try:
         with progress_bars(shown=is_first_process()) as progress:

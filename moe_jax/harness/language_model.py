@@ -32,7 +32,7 @@ from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.pictures.picture_messages import conversation_text, has_pictures, places_of
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
-from moe_jax.files.tokenizer_files import GENERATION
+from moe_jax.files.tokenizer_files import GENERATION, TOKENIZER_CONFIG
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.answer_cache import Answer, AnswerCache
@@ -326,7 +326,7 @@ class HarnessModel(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """A name that identifies the tokenizer in lm-eval's cache of requests."""
-        return hashlib.sha256(self._tokens.path.read_bytes()).hexdigest()
+        return hash_of_tokenizer(self._tokens)
 
 
 def _generation_options(request: Instance) -> dict[str, Any]:
@@ -356,9 +356,16 @@ def _settings(given: Mapping[str, Any]) -> GenerateSpec:
     return GenerateSpec(stop=stop, max_new_tokens=most, temperature=temperature, **sampling)
 
 
+def hash_of_tokenizer(tokenizer: Tokenizer) -> str:
+    """Returns a SHA-256 of a tokenizer, and of the files beside it that say how texts begin and end."""
+    files = (tokenizer.path, *(tokenizer.path.with_name(name) for name in (TOKENIZER_CONFIG, GENERATION)))
+    hashes = (hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest() for file in files)
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
 def _special_ids(tokenizer: Tokenizer, bos: int | None, eos: Sequence[int]) -> tuple[int | None, int | None]:
     """Returns BOS and EOS: from tokenizer_config.json, as `hf` takes them, or else from the model."""
-    settings = read_settings(tokenizer.path.with_name("tokenizer_config.json"))
+    settings = read_settings(tokenizer.path.with_name(TOKENIZER_CONFIG))
     named = {name: tokenizer.id_of(token) for name, token in special_tokens(settings).items()}
     of_model = {"bos_token": bos, "eos_token": eos[0] if eos else None}
     found = {name: named.get(name) if name in settings else given for name, given in of_model.items()}

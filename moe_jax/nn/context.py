@@ -375,12 +375,10 @@ def make_context(
     in_row = default_positions(shape)
     positions = in_row if positions is None else positions
     # Padding is a document of its own: no text sees it, and it does not make a text longer.
-    segments = segment_ids
-    if segment_ids is None and valid is not None:
-        segments = valid.astype(jnp.int32)
-    elif segment_ids is not None and valid is not None:
-        segments = jnp.where(valid, segment_ids, 0)
-    if segment_ids is not None and segments is not None:
+    if segment_ids is None:
+        segments = None if valid is None else valid.astype(jnp.int32)
+    else:
+        segments = segment_ids if valid is None else jnp.where(valid, segment_ids, 0)
         valid = segments > 0
     slots = None
     if num_slots is not None:

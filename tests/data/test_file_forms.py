@@ -8,8 +8,9 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.data.data_files import DataFile
 from moe_jax.data.file_forms import as_json_lines, check_file_is_text
+from moe_jax.data.file_records import JsonLines
 from moe_jax.data.sections import DataSection, SourceSection, form_of_name
-from moe_jax.data.sources import JsonLines, open_files
+from moe_jax.data.sources import open_files
 from moe_jax.evaluation.held_out import read_text
 from tests.support.dense_models import dense_config
 

@@ -9,7 +9,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.rows import RowReader
 from moe_jax.data.sections import FieldsSection
-from moe_jax.data.sources import TableRows
+from moe_jax.data.table_rows import TableRows
 
 TEMPLATE = """\
 {%- if tools %}[{{ tools | tojson }}]{% endif -%}

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.file_records import JsonLines, TextFile
 from moe_jax.data.sections import FieldsSection, SourceSection
-from moe_jax.data.sources import Files, JsonLines, TextFile, find_files
+from moe_jax.data.sources import Files, find_files
 
 text = st.text(alphabet="ab\n\u00e9\u6f22|", max_size=80)
 

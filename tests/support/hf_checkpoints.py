@@ -6,11 +6,13 @@ import pathlib
 
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from moe_jax.conversion import read_hf_config
 from moe_jax.conversion.families import family_named
 from moe_jax.conversion.table import PER_EXPERT, apply_table
+from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
 from tests.support.hf_hybrid_configs import HYBRID
 from tests.support.hf_newer_configs import NEWER
@@ -322,3 +324,10 @@ def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None
     for name in a:
         assert (a[name].shape, a[name].dtype) == (b[name].shape, b[name].dtype), name
         assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def complaint(config: dict) -> str:
+    """What is said of a config.json that is refused."""
+    with pytest.raises(InputError) as error:
+        read_hf_config(config)
+    return str(error.value)

@@ -12,9 +12,11 @@ import pytest
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data import sources
+from moe_jax.data.file_records import JsonLines
 from moe_jax.data.packing import check_room
 from moe_jax.data.pictures.picture_loading import PictureLoader
 from moe_jax.data.pictures.picture_sources import MOST_OF_ROW, PictureFiles, PictureSource, pictures_of_row
+from moe_jax.data.rows import RowReader
 from moe_jax.data.sections import DataSection, FieldsSection
 from moe_jax.data.sources import check_beginning, template_loader
 from moe_jax.data.tokenizer import Document
@@ -237,13 +239,13 @@ def test_no_more_than_a_part_of_pictures_in_rows_is_read_before_training(shop, t
     monkeypatch.setattr(sources, "CHECKED_BYTES", 10_000)
     read = []
 
-    class Rows(sources.JsonLines):
+    class Rows(JsonLines):
         def __getitem__(self, index):
             read.append(index)
             return super().__getitem__(index)
 
     section = DataSection(chat_template="llava-plain")
-    reader = sources.RowReader(template=template_loader(section, shop / "tokenizer.json"), sees=True)
+    reader = RowReader(template=template_loader(section, shop / "tokenizer.json"), sees=True)
     check_beginning([Rows(write(tmp_path / "a.jsonl", [llava(n % 8) for n in range(40)]), reader)])
     assert len(read) == 10  # short conversations count as of 1 KiB
     read.clear()

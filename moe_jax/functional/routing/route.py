@@ -64,7 +64,8 @@ def route(
         computed.
 
     Raises:
-      InputError: for arrays of other shapes, logits that are not float32, `top_k` out of range, or no gate.
+      InputError: for arrays of other shapes, logits that are not float32, `top_k` out of range, no gate, a selection
+        that leaves too few experts, or a number of sequences that does not divide the tokens.
     """
     if not isinstance(gate, Gate):
         GATES.check("gate", gate)

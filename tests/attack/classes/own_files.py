@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_jax
-from moe_jax.data.sources import JsonLines
+from moe_jax.data.file_records import JsonLines
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.model_dir import ModelDirectory

@@ -13,11 +13,12 @@ import pytest
 
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data import data_files, sources
+from moe_jax.data import data_files, file_records
 from moe_jax.data.data_files import DataFile
+from moe_jax.data.file_records import JsonLines, TextFile
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources import JsonLines, TextFile, find_files
+from moe_jax.data.sources import find_files
 from moe_jax.data.tokens.token_files import ArrayRecords
 from moe_jax.files import objects
 from moe_jax.files.byte_files import fingerprint_contents
@@ -88,7 +89,7 @@ FORMS = ["a.txt", "a.txt.gz", "a.txt.zst", "a.jsonl", "a.parquet", "file.arrow",
 @pytest.mark.parametrize("name", FORMS)
 def test_batches_are_those_of_a_disk(bucket, folder, monkeypatch, name, shuffle):
     monkeypatch.setattr(data_files, "WINDOW_BYTES", 4096)
-    monkeypatch.setattr(sources, "_CHUNK", 1000)
+    monkeypatch.setattr(file_records, "_CHUNK", 1000)
     write_file(folder / "data" / name)
     upload(bucket, folder / "data", "data")
     here, state = batches(folder / "data" / name, folder, shuffle=shuffle)
@@ -148,7 +149,7 @@ def test_little_is_read_of_a_large_text(bucket):
 
 
 def test_where_lines_begin_is_kept(bucket, folder, monkeypatch):
-    monkeypatch.setattr(sources, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(file_records, "_CHUNK", 1 << 14)
     monkeypatch.setattr(data_files, "WINDOW_BYTES", 1 << 12)
     monkeypatch.setattr(objects, "_REST", 1 << 12)
     lines = [json.dumps({"text": f"{i} " * (i % 50)}) for i in range(5000)]
