@@ -47,6 +47,7 @@ class Coordination:
         self._hosts: list[str] = []
         self._watches: list[threading.Thread] = []
         self._ending, self._leaving = threading.Lock(), threading.Event()
+        self._failed = False
         self._meetings, self._told = itertools.count(), itertools.count()
         self._signal: int | None = None
         self._last_step: int | None = None
@@ -127,10 +128,16 @@ class Coordination:
     def fail(self, code: int, message: str) -> None:
         """Tells the others that this process ends, and why, so that they end too. For a process that is about to end.
 
-        The first message counts.
+        The first message counts. If this process is being ended because of another one, whose reason was said, the call
+        does not return, so that nothing more is said.
         """
-        if self._client is None or not self._ending.acquire(blocking=False):
+        if self._client is None:
             return
+        if not self._ending.acquire(blocking=False):
+            if not (self._failed or self._leaving.is_set()):
+                threading.Event().wait()
+            return
+        self._failed = True
         ended = {"index": self._place.index, "code": code, "text": message}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first
             self._client.key_value_set(_ENDED, json.dumps(ended))

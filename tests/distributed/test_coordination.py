@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +16,7 @@ import jax
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.distributed import job_place
+from moe_jax.distributed import coordination, job_place
 from moe_jax.distributed.job_place import Place
 from tests.support.environment import ROOT
 from tests.support.forked import OF_COORDINATION, start
@@ -197,6 +198,19 @@ def test_processes_that_differ_are_refused_and_all_hear_why(second, differs):
         for code, said in ends(processes, within=20):
             assert code == 2 and said.count("\n") == 1
             assert f"process 1 (on {socket.gethostname()}) and the first do not fit: {differs}" in said
+
+
+def test_a_process_that_is_ended_because_of_another_says_nothing_more(monkeypatch):
+    """It may have found the same problem, and be about to say so, while the reason of the other one is written."""
+    said = []
+    monkeypatch.setattr(coordination, "_exit", lambda code, message: said.append(message))
+    others = coordination.Coordination(Place("localhost:1", 2, 1), wait=1, silence=1)
+    others._client = object()  # as if it had joined
+    others._end(2, "process 0 ended: code is b there, and a here")
+    failing = threading.Thread(target=others.fail, args=(2, "code is b there, and a here"), daemon=True)
+    failing.start()
+    failing.join(timeout=0.5)
+    assert failing.is_alive() and len(said) == 1
 
 
 @one_in(2)
