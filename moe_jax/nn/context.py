@@ -11,6 +11,7 @@ from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
@@ -23,7 +24,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.models.layer_config import LayerConfig
 from moe_jax.models.recurrent_config import RecurrentConfig
 from moe_jax.models.segments import Segment, segments_of, single_layers
-from moe_jax.nn.inputs import as_array
+from moe_jax.nn.inputs import as_array, check_range, is_traced
 from moe_jax.nn.inside import NOTHING_ASKED, AtRouter, ChangeLogits
 from moe_jax.nn.layers import default_positions
 
@@ -216,6 +217,43 @@ def longest_row(caches: Caches | None) -> int | None:
         return None
     every = (cache for segment in caches for cache in segment if not isinstance(cache, RecurrentCache))
     return max((cache[0].shape[-2] for cache in every), default=0)
+
+
+def check_caches(
+    config: ModelConfig,
+    caches: Caches,
+    shape: tuple[int, ...],
+    positions: Int[Array, "B T"] | None,
+    valid: Bool[Array, "B T"] | None,
+) -> None:
+    """Raises `InputError` unless caches have the rows of [B, T] tokens, and slots for their positions.
+
+    Arguments are those of `Stack`. Inside a program positions that are given are not checked.
+    """
+    rows = {array.shape[1] for array in jax.tree.leaves(caches)}
+    if rows != {shape[0]}:
+        made = ", ".join(map(str, sorted(rows)))
+        raise InputError(f"the caches are of {made} rows, but the tokens of {shape[0]}: make both for one batch")
+    slots = longest_row(caches)
+    reaches = [layer.softmax_attention.reach for layer in config.layers if not layer.is_recurrent]
+    if not slots or all(reach is not None and reach <= slots for reach in reaches):
+        return  # states of recurrences, or rings as long as what is seen
+    if positions is not None:
+        positions = as_array("positions", positions, "integers", shape)
+        valid = None if valid is None else as_array("valid", valid, "booleans", shape)
+        if valid is not None:
+            if not (_is_at_hand(positions) and _is_at_hand(valid)):
+                return
+            # NumPy's, so that nothing is compiled for the check.
+            positions = np.where(np.asarray(valid), np.asarray(positions), 0)
+        check_range("positions", positions, slots, f"positions in caches of {slots} slots")
+    elif valid is None and shape[1] > slots:
+        raise InputError(f"the caches have {slots} slots, but the rows have {shape[1]} tokens: make more slots")
+
+
+def _is_at_hand(array: Array) -> bool:
+    """Whether all values of an array are known, and to this process."""
+    return not is_traced(array) and getattr(array, "is_fully_addressable", True)
 
 
 def source_slots(caches: Caches | None) -> int | None:

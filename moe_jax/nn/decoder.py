@@ -361,9 +361,9 @@ class Decoder(Summarised):
 
         It is float32, and 0 for a dense model. `out` is from a call of this model (methods.md 1).
         """
-        routers = self.routers()
+        routers, own = self.routers(), self.stack.routers()
         # In a call without inputs no encoder ran.
-        ran = routers[len(routers) - len(out.router) :]
+        ran = own if len(out.router) == len(own) else routers
         return sum_of_losses(self.config.balance_over, ran, out.router)
 
     def routers(self) -> list[Router]:

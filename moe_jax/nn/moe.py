@@ -150,7 +150,16 @@ def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""
 
 
 def sum_of_losses(balance_over: str, positions: "Sequence[Router]", router: StackedStats) -> Float[Array, ""]:
-    """Returns the sum of the losses of routers; see `auxiliary_loss`."""
+    """Returns the sum of the losses of routers; see `auxiliary_loss`.
+
+    Raises:
+      InputError: if there are statistics of another number of routers.
+    """
+    if len(positions) != len(router):
+        raise InputError(
+            f"{len(router)} routers have reported, but the MoEs have {len(positions)}: a module in the place of an MoE "
+            "returns the MoE's statistics and has its `config`, or returns () and has none"
+        )
     if balance_over == "layer":
         return _weighted([position.coefficients for position in positions], router)
     alone = [

@@ -20,7 +20,7 @@ from moe_jax.models.moe_config import MoEConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.block import make_layer
 from moe_jax.nn.block_stack import REMAT_POLICIES, BlockStack
-from moe_jax.nn.context import Caches, longest_row, make_context, source_slots
+from moe_jax.nn.context import Caches, check_caches, longest_row, make_context, source_slots
 from moe_jax.nn.inside import ChangeLogits, Inside, Kept, TokenRouting, as_index, ask_routers, check_layers
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layer_words import layer_lines
@@ -141,6 +141,13 @@ class Stack(Summarised):
         """
         asked = ask_routers(self._experts_of, experts_off or {}, router_bias or {}, router_logits or {})
         inside = Inside(check_layers(hidden_states, len(self.layers)), *asked)
+        if caches is not None:
+            if len(caches) != len(self.segments):
+                raise InputError(
+                    f"the caches are of {len(caches)} segments of layers, and the model has {len(self.segments)}, as "
+                    "where one was replaced: take nn.unstacked(model), and init_cache(..., stacked=False)"
+                )
+            check_caches(self.config, caches, x.shape[:2], positions, valid)
         context = make_context(
             self.config,
             x.shape[:2],
@@ -156,11 +163,6 @@ class Stack(Summarised):
             relative_bias=self.relative_bias() if self.config.shared_bias() is not None else None,
             keeps_routing=routing,
         )
-        if caches is not None and len(caches) != len(self.segments):
-            raise InputError(
-                f"the caches are of {len(caches)} segments of layers, and the model has {len(self.segments)}, as where "
-                "one was replaced: take nn.unstacked(model), and init_cache(..., stacked=False)"
-            )
         if stop is not None and stop not in {segment.start for segment in self.segments}:
             raise InputError(f"stop = {stop}: no segment of layers begins there; build the stack with cuts=({stop},)")
         x = shard_batch(x)

@@ -184,6 +184,27 @@ def test_any_module_takes_the_place_of_a_part_and_the_rest_goes_on():
     assert float(jnp.abs(grads["stack"]["segments"][1]["blocks"][0]["mlp"]["scale"][...]).max()) > 0
 
 
+class Around(nnx.Module):
+    """Calls an MoE, and returns the statistics of its router as well."""
+
+    def __init__(self, moe):
+        self.moe = moe
+
+    def __call__(self, x, valid=None, key=None):
+        return self.moe(x, valid, key)
+
+
+def test_a_module_around_an_moe_has_its_losses_or_is_refused():
+    made = decoder(layers=1)
+    batch = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}
+    expected = made.loss(batch)
+    made.layers[0].mlp = Around(made.layers[0].mlp.module)
+    with pytest.raises(InputError, match="1 routers have reported"):
+        made.loss(batch)
+    made.stack.segments[0].blocks[0].mlp.config = made.layers[0].mlp.moe.config
+    np.testing.assert_allclose(made.loss(batch), expected, rtol=1e-6)
+
+
 def _stats(router, layer):
     """The statistics of a layer's router, where layer 2 has none."""
     at, repeat = (0, layer) if layer < 2 else (1, 0)

@@ -70,6 +70,18 @@ CALLS = {
         lambda: DECODER(IDS, segment_ids=IDS, caches=init_cache(CONFIG, 2, 8, jnp.dtype("float32"))),
         "packed documents (segment_ids) have neither caches",
     ),
+    "caches of other rows": (
+        lambda: DECODER(IDS, caches=init_cache(CONFIG, 3, 8, jnp.dtype("float32"))),
+        "the caches are of 3 rows, but the tokens of 2",
+    ),
+    "more tokens than slots": (
+        lambda: DECODER(IDS, caches=init_cache(CONFIG, 2, 4, jnp.dtype("float32")), begins=True),
+        "the caches have 4 slots, but the rows have 5 tokens",
+    ),
+    "a position without a slot": (
+        lambda: DECODER(IDS, positions=IDS * 8, caches=init_cache(CONFIG, 2, 8, jnp.dtype("float32"))),
+        "positions has 8 at [0, 0], expected positions in caches of 8 slots: 0 to 7",
+    ),
     "learned positions": (lambda: learned()(np.ones((1, 70), int)), "texts of 70 tokens, but the model has learned 64"),
     "a position not learned": (lambda: learned()(IDS, positions=IDS * 64), "positions has 64 at [0, 0], expected"),
     # Layers, banks and routing.
