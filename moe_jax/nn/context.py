@@ -7,7 +7,7 @@ a recurrence has no slots: it is what the last call left.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
@@ -245,7 +245,7 @@ def check_caches(
             if not (_is_at_hand(positions) and _is_at_hand(valid)):
                 return
             # NumPy's, so that nothing is compiled for the check.
-            positions = np.where(np.asarray(valid), np.asarray(positions), 0)
+            positions = cast(Array, np.where(np.asarray(valid), np.asarray(positions), 0))
         check_range("positions", positions, slots, f"positions in caches of {slots} slots")
     elif valid is None and shape[1] > slots:
         raise InputError(f"the caches have {slots} slots, but the rows have {shape[1]} tokens: make more slots")
