@@ -61,13 +61,18 @@ def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], c
     return carry
 
 
+def over_numbers(count: int, body: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """Folds `body(number, carry)` over the numbers below `count`, which are int32, also with `jax_enable_x64`."""
+    return lax.fori_loop(0, count, lambda number, carry: body(number.astype(jnp.int32), carry), carry)
+
+
 def over_columns(tile: int, columns: int, body: Callable[[Array, int, Any], Any], carry: Any) -> Any:
     """Folds `body(start, width, carry)` over tiles of columns; the last is narrower where `tile` does not divide."""
     full, remainder = divmod(columns, tile)
     if full == 1:
         carry = body(jnp.zeros((), jnp.int32), tile, carry)
     else:
-        carry = lax.fori_loop(0, full, lambda t, carry: body(t * tile, tile, carry), carry)
+        carry = over_numbers(full, lambda t, carry: body(t * tile, tile, carry), carry)
     return body(jnp.full((), full * tile, jnp.int32), remainder, carry) if remainder else carry
 
 

@@ -29,6 +29,7 @@ from moe_jax.functional.group_loops import (
     looped_product,
     of_this_turn,
     over_columns,
+    over_numbers,
     over_tiles,
     tile_width,
 )
@@ -106,7 +107,7 @@ def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
         return over_columns(columns, dout.shape[1], partial(column_tile, e), grads)
 
     grads = jnp.zeros((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
-    return lax.fori_loop(0, group_sizes.shape[0], group, grads)
+    return over_numbers(group_sizes.shape[0], group, grads)
 
 
 # ---- kernels ----------------------------------------------------------------------------------------------------

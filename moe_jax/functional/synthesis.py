@@ -35,6 +35,7 @@ from moe_jax.functional.group_loops import (
     looped_product,
     of_this_turn,
     over_columns,
+    over_numbers,
     over_tiles,
     row_by_row,
     tile_width,
@@ -332,7 +333,7 @@ def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:
     dbase = None if base is None else jnp.zeros(tiles.shape, jnp.float32)
     # Sums over tiles of columns and of rows: float32 whatever the dtype of the rows and of the parameters.
     zeros = jnp.zeros(lhs_padded.shape, jnp.float32), dbase, jax.tree.map(_float32_zeros, trained)
-    dlhs, dbase, dtrained = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
+    dlhs, dbase, dtrained = over_numbers(group_sizes.shape[0], group, zeros)
     dtrained = jax.tree.map(lambda total, array: total.astype(array.dtype), dtrained, trained)
     return dlhs[:rows].astype(lhs.dtype), None if base is None else dbase.astype(base.dtype), dtrained
 

@@ -116,7 +116,7 @@ class Slots(NamedTuple):
     ) -> Float[Array, "L B *H S w"]:
         size, length, axis = cache.shape[-2], tokens.shape[-2], tokens.ndim - 2
         if length == 1 and not self.begins:
-            put, at = _put_tokens, self.positions[:, 0] % size
+            put, at = _put_tokens, (self.positions[:, 0] % size).astype(jnp.int32)
             if current_mesh() is None:
                 put = partial(jax.lax.platform_dependent, cpu=_put_one_by_one, default=_put_tokens)
             return put(cache, tokens, at, layer)

@@ -1,12 +1,15 @@
 """Loops over groups of rows: tiles, and which rows are multiplied by themselves."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moe_jax
 from moe_jax.functional import group_loops
 from moe_jax.functional.group_loops import (
     FEW_ROWS,
@@ -21,6 +24,7 @@ from moe_jax.functional.group_loops import (
     row_by_row,
     tile_width,
 )
+from moe_jax.nn import init_cache
 from tests.support.numerics import normal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -119,3 +123,17 @@ def test_rows_of_short_groups_are_multiplied_alone(sizes, rows, alone):
     sign = np.ones((rows, 1))
     sign[: len(of_rows), 0] = np.where(np.asarray(alone)[of_rows] > 0, -1, 1)
     np.testing.assert_allclose(product(-1), sign * expected, rtol=1e-5, atol=1e-5)
+
+
+def test_with_x64_a_model_has_the_same_gradients_and_caches():
+    """Numbers of loops would be int64 then, and slices want all their starts of one kind."""
+    decoder, ids = moe_jax.tiny_model(experts=4).decoder, jnp.ones((2, 6), jnp.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    gradients = nnx.jit(nnx.grad(lambda model, batch: model.loss(batch)))
+    expected = gradients(decoder, batch)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = gradients(decoder, batch)
+        caches = init_cache(decoder.config, 2, 8, jnp.dtype("float32"))
+        caches = decoder(ids, caches=caches, begins=True).caches
+        assert decoder(ids[:, :1], positions=jnp.full((2, 1), 6), caches=caches).logits.dtype == jnp.float32
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)

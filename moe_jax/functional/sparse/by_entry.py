@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.functional.group_loops import Groups, group_by_group, longest_tile, over_tiles
+from moe_jax.functional.group_loops import Groups, group_by_group, longest_tile, over_numbers, over_tiles
 from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
 from moe_jax.kernels.plain import zero_rows_beyond
@@ -177,7 +177,7 @@ def _looped_gradients(
         return over_tiles(group_sizes[e], rows, rows_of_group, sums)
 
     zeros = jnp.zeros_like(lhs_padded), jnp.zeros(values.shape, jnp.float32)
-    dlhs, dvalues = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
+    dlhs, dvalues = over_numbers(group_sizes.shape[0], group, zeros)
     return zero_rows_beyond(dlhs[:rows], jnp.sum(group_sizes)), dvalues.astype(values.dtype)
 
 
