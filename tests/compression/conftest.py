@@ -8,10 +8,9 @@ import pytest
 
 import moe_jax
 from moe_jax.commands import cli
-from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
-from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.dense_models import ATTENTION, dense_config, random_leaves, write_model
 from tests.support.moe_models import moe_config, run, trained_leaves
 
 
@@ -19,7 +18,8 @@ from tests.support.moe_models import moe_config, run, trained_leaves
 def models(tmp_path_factory) -> dict[str, Path]:
     """`dense`, and `moe` whose layers 0 and 2 of 3 are MoEs of full experts; float32, tokens are bytes.
 
-    `one` is `moe` with its first layer alone, for what takes long to compile.
+    `one` is for what takes long to compile: one layer, an MoE, whose matrices are of one shape, so that they share
+    programs.
     """
     folder = tmp_path_factory.mktemp("models")
     tokenizer = byte_tokenizer(folder / "tokenizer.json")
@@ -27,11 +27,15 @@ def models(tmp_path_factory) -> dict[str, Path]:
     leaves = random_leaves(dense)
     moe = moe_config(dense, BankConfig(), None, BankConfig())
     trained = trained_leaves(moe, leaves)
-    one = dataclasses.replace(moe, layers=moe.layers[:1])
+    one = dataclasses.replace(dense_config(num_layers=1, dim=16), vocab_size=264, bos_id=BOS, eos_ids=(EOS,))
+    attention = dataclasses.replace(ATTENTION, num_kv_heads=2)
+    one = dataclasses.replace(one, layers=(dataclasses.replace(one.layers[0], attention=attention),))
+    of_one = random_leaves(one)
+    one = moe_config(one, BankConfig())
     return {
         "dense": write_model(folder / "dense", dense, leaves, (tokenizer,)),
         "moe": write_model(folder / "moe", moe, trained, (tokenizer,)),
-        "one": write_model(folder / "one", one, {path: trained[path] for path in leaf_specs(one)}, (tokenizer,)),
+        "one": write_model(folder / "one", one, trained_leaves(one, of_one), (tokenizer,)),
     }
 
 

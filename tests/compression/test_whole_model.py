@@ -43,7 +43,7 @@ def test_a_model_in_codes_is_its_decoded_self_and_its_scales_learn(coded, window
     np.testing.assert_allclose(ours, decoded, rtol=0, atol=1e-5 * np.abs(decoded).max())
     tokens = jnp.asarray(windows)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    loss, grads = nnx.value_and_grad(lambda decoder: decoder.loss(batch))(moe_jax.load(coded).decoder)
+    loss, grads = nnx.jit(nnx.value_and_grad(lambda decoder: decoder.loss(batch)))(moe_jax.load(coded).decoder)
     assert float(loss) == pytest.approx(float(moe_jax.Model.of_source(whole).decoder.loss(batch)), rel=1e-6)
     names = {jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(grads) if jnp.any(leaf)}
     for module in ("'q'", "embed", "lm_head"):
