@@ -20,6 +20,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Nor are modules compiled once more for every process that tests start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Nor are the lines of Python that an operation comes from written into programs, which is a twentieth of all the work.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # No test asks the Hugging Face Hub; `test_hub.py` has one of its own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -175,6 +175,7 @@ def continue_prompts(
     eos, tokenizer = eos_ids(model, chat=chat), model.tokenizer
     if wanted.stops:
         tokenizer_of(model, "a stop string", "name tokens that end a text (--stop-ids)")
+    check_in_vocabulary(wanted.stop_ids, model.config.vocab_size, "stop_ids")
     stop_ids = (*eos, *wanted.stop_ids)
     decode = None if tokenizer is None else tokenizer.decode
     given, pictures = see_prompts(model.config, prompts, wanted.images, remark=_note)
@@ -246,10 +247,14 @@ def prompt_ids(prompt: Prompt, model: Model, *, pictures: bool = False) -> list[
         text = conversation_text(messages, places_of(messages), template)
         return tokenizer.encode(text, pictures=True).tolist()
     given: Any = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else prompt
-    if not isinstance(given, Sequence) or not all(isinstance(token, int | np.integer) for token in given):
+    if not isinstance(given, Sequence) or not all(_is_token(token) for token in given):
         raise InputError(f"a prompt is {shown(prompt)}, expected a text, token ids or a conversation")
     check_in_vocabulary(given, model.config.vocab_size)
     return [int(token) for token in given]
+
+
+def _is_token(given: Any) -> bool:
+    return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
 def _is_one(prompt: Any) -> bool:

@@ -7,6 +7,7 @@ Nothing here imports JAX, and everything has to be called before somebody else d
 
 import hashlib
 import importlib.util
+import io
 import os
 import platform
 import sys
@@ -53,9 +54,10 @@ def _are_for_the_asking() -> bool:
 
 
 def open_standard_streams() -> None:
-    """Opens those of the three standard streams that are closed, on nothing.
+    """Opens those of the three standard streams that are closed, on nothing; and prints any text in any encoding.
 
-    The next file that is opened would otherwise take the number of one, and get what libraries print.
+    The next file that is opened would otherwise take the number of one, and get what libraries print. Characters that
+    the encoding of standard output does not have, as where the locale is no UTF-8 one, are printed as escapes.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -64,6 +66,8 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper) and "utf" not in sys.stdout.encoding.lower():
+        sys.stdout.reconfigure(errors="backslashreplace")  # as that of errors is
 
 
 _OF_NUMBERS = ("JAX_ENABLE_X64", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -384,7 +385,8 @@ def _draw(source: "ModelSource", options: Options, plots: Path) -> list[Path]:
     if seq_len > config.max_positions:
         print(f"warning: {source.path} was made for {config.max_positions} positions, not {seq_len}", file=sys.stderr)
     load = {}
-    with progress_bars() as progress:
+    with warnings.catch_warnings(), progress_bars() as progress:
+        warnings.filterwarnings("ignore", message=r"tokens are \d+ long")  # so it was said above
         if options.text is not None:  # first, because it checks the text
             measure = _measure_use if options.has_rows else _measure_load
             load = measure(source, options, seq_len, progress)

@@ -97,6 +97,11 @@ def run(options: Options) -> None:
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, rows=options.seats)
     model = Model.of_source(source, loading)
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
+    if (options.context or 0) > model.config.max_positions:
+        print(
+            f"warning: {options.model} was made for {model.config.max_positions} positions, not {options.context}",
+            file=sys.stderr,
+        )
     pictures = None
     if options.allow_image_folder is not None:
         model.config.check_sees("--allow-image-folder")

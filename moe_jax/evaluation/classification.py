@@ -85,11 +85,13 @@ def read_labelled(path: str | Path, template: str | None = None, skipped: Skippe
     Raises:
       FileNotFoundError: no such file.
       BadDocument: for a line of another form, with its number, unless it is skipped.
-      InputError: for a file without lines.
+      InputError: for a file without lines, and a template without a key.
     """
     path = as_path(path)
     if not path.is_file():
         raise_no_file("labelled texts", path)
+    if template is not None and not _FIELD.search(template):
+        raise InputError(f"the template {shown(template)} names no key of the lines, as in 'sentence: {{sentence}}'")
     found = []
     with read_through(path) as file:
         for number, line in enumerate(file, start=1):

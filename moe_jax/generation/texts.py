@@ -203,10 +203,10 @@ class StreamedText:
         return held[:at]
 
 
-def check_in_vocabulary(prompt: Sequence[int], vocab_size: int) -> None:
-    """Raises `InputError` if a prompt has token ids that are none of the model's."""
-    if outside := sorted({token for token in prompt if not 0 <= token < vocab_size}):
-        raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
+def check_in_vocabulary(tokens: Sequence[int], vocab_size: int, name: str = "token ids") -> None:
+    """Raises `InputError`, which begins with their name, if tokens are none of the model's."""
+    if outside := sorted({token for token in tokens if not 0 <= token < vocab_size}):
+        raise InputError(f"{name} {outside[:5]} lie outside the vocabulary of {vocab_size}")
 
 
 def stream_texts(

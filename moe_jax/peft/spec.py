@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
+import numpy as np
+
 from moe_jax.core.errors import (
     InputError,
     check_member,
@@ -134,7 +136,8 @@ class AdaptSpec(TakesNonfinite):
         if rank < 1:
             raise InputError(f"--adapter {self.adapter}: the rank must be at least 1")
         scale = self._scale(kind, rank)
-        if not 0.0 < scale < math.inf:
+        # As it will be computed with, in float32.
+        if not 0.0 < np.float32(scale) < math.inf:
             raise InputError(f"a scale of {scale:g} makes nothing of the adapters; it must be above 0")
         return FormOfAdapter(kind, rank, scale)
 

@@ -192,7 +192,9 @@ def _train(
                 f"train.steps = {recipe.train.steps} is fewer than the {begun.origin.step} steps of the checkpoint"
             )
         if begun.origin is None and first_decides(lambda: _is_finished(recipe, run_dir)):
-            console.print(f"the run is complete: {run_dir / MODEL} is of step {recipe.train.steps}", soft_wrap=True)
+            console.print(
+                f"the run is complete: {run_dir / MODEL} is of step {recipe.train.steps}", markup=False, soft_wrap=True
+            )
             return run_dir / MODEL
     recipe = with_horizon(recipe)
     if recipe.log.wandb != "off" and is_first_process():
@@ -291,7 +293,7 @@ def _train(
     measured = {"steps": steps} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
     files = files_of_run(run_dir)
     path = write_model(model, recipe, source, files, measured, program.trainable, restarts=record.restarts)
-    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
     return path
 
 

@@ -418,6 +418,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         problems = []
         if self.layers is None and self.every_nth < 1:
             problems.append(f"every={self.every_nth} must be at least 1")
+        if self.every is not None and self.layers is not None:
+            problems.append("--every and --layers both say which layers become MoEs; give one of them")
         if self.first is not None and self.layers is not None:
             problems.append("--first is the first layer of --every, and --layers names all of them")
         if self.capacity_rows is not None and self.capacity_factor is None:

@@ -265,6 +265,15 @@ def test_streams_that_are_closed_or_full_are_no_bug(closed):
     assert ran.stderr.count("\n") == full
 
 
+def test_characters_that_the_terminal_does_not_have_are_escapes():
+    program = (
+        "from moe_jax.commands.environment import open_standard_streams; open_standard_streams(); print('a\\U0001f98a')"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert ran.stdout == "a\\U0001f98a\n" and not ran.stderr
+
+
 def test_settings_of_numbers_do_not_reach_a_command(convert, monkeypatch):
     settings = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
     for name, value in settings.items():

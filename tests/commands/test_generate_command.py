@@ -221,6 +221,7 @@ def test_beyond_the_context_there_is_a_note(model, capsys):
         ((), "nothing to continue: give --prompt, --prompts-file or --ids"),
         (("--ids", "1,b"), "token ids joined"),
         (("--ids", "258"), "[258] lie outside the vocabulary of 258"),
+        (("--ids", "1", "--stop-ids", "999"), "stop_ids [999] lie outside the vocabulary of 258"),
         (("--ids", ""), "token in every"),
         (("--ids", "9999999999"), "lie outside the vocabulary of 258"),
         (("--ids", "1", "--max-new-tokens", "0"), "max_new_tokens=0 must be a positive"),

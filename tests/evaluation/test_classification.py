@@ -82,6 +82,11 @@ def test_a_bad_line_is_one_message_with_its_number(tmp_path, line, template, mes
     assert str(error.value).startswith(f"{tmp_path / 'a.jsonl'}, line 3: ") and message in str(error.value)
 
 
+def test_a_template_without_a_key_is_refused(tmp_path):
+    with pytest.raises(InputError, match="names no key"):
+        read_labelled(lines(tmp_path / "a.jsonl", [{"text": "a", "label": 0}]), "sentence:")
+
+
 def test_names_of_labels():
     texts, numbers = [Labelled("", "b"), Labelled("", "a")], [Labelled("", 1)]
     assert names_of_labels(texts, None, None, None) == ("a", "b")

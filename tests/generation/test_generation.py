@@ -266,7 +266,7 @@ def test_options_of_another_type_are_refused(options):
         GenerateSpec(**options)
 
 
-@pytest.mark.parametrize("prompt", [5, [1.5, 2], [[1], 5], [None], [[1, [2]]], np.array([1.5])])
+@pytest.mark.parametrize("prompt", [5, [1.5, 2], [[1], 5], [None], [True], [[1, [2]]], np.array([1.5])])
 def test_prompts_of_another_form_are_refused(prompt):
     with pytest.raises(InputError, match="a prompt is"):
         moe_jax.generate(moe_jax.tiny_model(), prompt, max_new_tokens=1)

@@ -94,6 +94,7 @@ def test_nf4_takes_attention_ffns_and_experts():
         (MIXED, {"method": "perft-s", "adapter": "lora:0"}, ["lora:0: the rank must be at least 1"]),
         (MIXED, {"method": "perft-s", "dropout": 1.0}, ["dropout=1.0 must lie in [0, 1)"]),
         (MIXED, {"method": "perft-s", "scale": 0.0}, ["scale of 0"]),
+        (MIXED, {"method": "perft-s", "scale": 1e-320}, ["makes nothing of"]),
         (MIXED, {"method": "perft-s", "scale": float("nan")}, ["scale of nan"]),
         (MIXED, {"method": "perft-s", "scale": 1.0, "alpha": 8.0}, ["--alpha or --scale"]),
         (MIXED, {"method": "perft-s", "adapter": "parallel:4", "alpha": 8.0}, ["--alpha is LoRA's"]),

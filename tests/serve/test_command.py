@@ -29,13 +29,15 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
         "0",
         "--name",
         "mine",
+        "--context",
+        "310",
     ]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     env = os.environ | {"PYTHONPATH": str(ROOT), "MOE_JAX_API_KEY": "none"}  # that of the client
     with start(arguments, imports=OF_COMMANDS, env=env, **how) as run:
         try:
             line = run.stdout.readline()
-            assert line.startswith("serving 'mine' at http://127.0.0.1:") and line.endswith("8 seats of 300 tokens\n")
+            assert line.startswith("serving 'mine' at http://127.0.0.1:") and line.endswith("8 seats of 310 tokens\n")
             client = client_of(line.split(" at ")[1].split()[0].removesuffix("/v1"))
             assert (
                 client.completions.create(model="mine", prompt="a", max_tokens=2, seed=1).usage.completion_tokens == 2
@@ -46,7 +48,7 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
             run.send_signal(signal.SIGTERM)
             out, err = run.communicate(timeout=30)
             assert run.returncode == 0 and err.splitlines()[-1] == "moe-jax: stopped"
-            assert "moe-jax: compiling" in err.splitlines()
+            assert "moe-jax: compiling" in err.splitlines() and "was made for 300 positions, not 310" in err
         finally:
             run.kill()
 

@@ -90,6 +90,7 @@ def test_options_reach_the_moe():
         ({"layers": (1, 4)}, "layers 4 do .* layers 0 to 3"),
         ({"layers": (-1,)}, "layers -1 do not exist"),
         ({"layers": ()}, "layers are named"),
+        ({"layers": (1,), "every": 2}, "give one of them"),
         ({"experts": 1}, "top_k=2 is above num_experts=1"),
         ({"experts": 0, "top_k": 0}, "experts=0 must be a"),
         ({"gate": "top1"}, "top1' routes .* expert, top_k=2"),

@@ -54,6 +54,8 @@ text = "held_out.txt"
 every = 12
 """
 
+UNDISTURBED = "undisturbed[b]"  # which is no markup
+
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory, tokenizer_path) -> Path:
@@ -130,11 +132,11 @@ def losses(records: list[dict]) -> list[tuple]:
 @pytest.fixture(scope="module")
 def undisturbed(workplace) -> list[dict]:
     """The metrics of a run from beginning to end."""
-    printed = train(workplace, "--set", "run_dir=undisturbed")
-    assert "wrote undisturbed/model" in printed
+    printed = train(workplace, "--set", f"run_dir={UNDISTURBED}")
+    assert f"wrote {UNDISTURBED}/model" in printed
     assert re.search(r"trained: [\d,]+ of [\d,]+ parameters", printed)
     assert "the router is among them: yes" in printed
-    return metrics(workplace, "undisturbed")
+    return metrics(workplace, UNDISTURBED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -159,7 +161,7 @@ def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
     assert [record["step"] for record in undisturbed if "eval_loss" in record] == [12, 24, 30]
     assert [record["step"] for record in undisturbed if "eval_loss_before" in record] == [1]
     assert undisturbed[0]["eval_loss_before"] > record["eval_loss"]
-    run = workplace / "undisturbed"
+    run = workplace / UNDISTURBED
     made = {path.name for path in run.iterdir()}
     assert made == {"recipe.toml", "run.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"20", "30"}
@@ -293,18 +295,18 @@ def test_a_disk_without_room_is_one_line_and_leaves_no_model(workplace, tmp_path
 
 def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
-    before = {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in (workplace / UNDISTURBED).rglob("*")}
     for arguments, message in [
-        ((), "undisturbed already exists; continue it with --resume, or choose another run_dir"),
+        ((), f"{UNDISTURBED} already exists; continue it with --resume, or choose another run_dir"),
         (
             ("--resume", "--set", "seed=5"),
-            "cannot continue undisturbed with a changed recipe: seed (was 0, is 5); undo the change, or choose another "
+            f"cannot continue {UNDISTURBED} with a changed recipe: seed (was 0, is 5); undo the change, or choose another "
             "run_dir",
         ),
     ]:
-        assert cli.main(["train", "recipe.toml", "--set", "run_dir=undisturbed", *arguments]) == 2
+        assert cli.main(["train", "recipe.toml", "--set", f"run_dir={UNDISTURBED}", *arguments]) == 2
         assert capsys.readouterr().err == f"moe-jax: error: {message}\n"
-    assert {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in (workplace / UNDISTURBED).rglob("*")} == before
 
 
 @pytest.mark.parametrize(
