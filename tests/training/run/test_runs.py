@@ -300,8 +300,8 @@ def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, cap
         ((), f"{UNDISTURBED} already exists; continue it with --resume, or choose another run_dir"),
         (
             ("--resume", "--set", "seed=5"),
-            f"cannot continue {UNDISTURBED} with a changed recipe: seed (was 0, is 5); undo the change, or choose another "
-            "run_dir",
+            f"cannot continue {UNDISTURBED} with a changed recipe: seed (was 0, is 5); undo the change, or choose "
+            "another run_dir",
         ),
     ]:
         assert cli.main(["train", "recipe.toml", "--set", f"run_dir={UNDISTURBED}", *arguments]) == 2
