@@ -39,6 +39,7 @@ from moe_jax.training.run_directory import (
     check_saved,
     files_of_run,
     is_without_checkpoint,
+    read_record,
     saved_steps,
     with_horizon,
     write_run,
@@ -183,11 +184,15 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
 
 
 def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, skip_batches: int) -> None:
-    """Raises `InputError` unless the run at `run_dir` began with the checkpoint `RUN@STEP`, without those batches."""
+    """Raises `InputError` unless the run at `run_dir` began with the checkpoint `RUN@STEP`, without those batches.
+
+    A run that is not where it was may be under another name now.
+    """
     parts, last = split_step(saved), record.restarts[-1] if record is not None and record.restarts else None
     if last is None:
         raise InputError(f"{run_dir} was not begun with {saved}; leave out --restart, or choose another run_dir")
-    if parts is None or (last.step, last.skipped_batches) != (parts[1], skip_batches):
+    is_other = parts is not None and str(parts[0].resolve()) != last.run and read_record(as_path(last.run)) is not None
+    if parts is None or is_other or (last.step, last.skipped_batches) != (parts[1], skip_batches):
         raise InputError(
             f"{run_dir} was begun with {last.run}@{last.step} without {last.skipped_batches} batches, and not with "
             f"{saved} without {skip_batches}; leave out --restart, or choose another run_dir"

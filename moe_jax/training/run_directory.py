@@ -18,8 +18,9 @@ A run is continued or restarted where certain keys of its recipe, and the conten
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,26 @@ class Restart:
         """Whether the average of the parameters goes on from that in the checkpoint, if the recipe asks for one."""
         before, _ = self.changed.get("ema.decay", (0.0, 0.0))
         return before is not None
+
+
+def restart_before(restarts: Sequence[Restart], step: int) -> Restart | None:
+    """Returns what changed between the run that wrote a checkpoint and the run that has it now, by the latter's record.
+
+    A restarted run begins with a copy of another run's checkpoint, and a restart from that step copies it once more:
+    then what all of these runs left out and changed counts. None: the run has written the checkpoint itself.
+    """
+    copies = list(itertools.takewhile(lambda restart: restart.step == step, reversed(restarts)))[::-1]
+    if not copies:
+        return None
+    first: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for restart in copies:
+        for key, (before, after) in restart.changed.items():
+            first.setdefault(key, before)
+            last[key] = after
+    changed = {key: (first[key], last[key]) for key in first if first[key] != last[key]}
+    skipped = sum(restart.skipped_batches for restart in copies)
+    return dataclasses.replace(copies[-1], skipped_batches=skipped, changed=changed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from moe_jax.training.run_directory import (
     RunRecord,
     check_saved,
     files_of_run,
+    restart_before,
     saved_steps,
 )
 
@@ -97,8 +98,7 @@ class SavedModel:
         """
         if path in self._trained:
             name, index = self._trained[path]
-            ema = self._recipe.ema
-            exported = name if ema is None or not ema.export else f"ema.{name.removeprefix('params.')}"
+            exported = f"ema.{name.removeprefix('params.')}" if self._exports_average else name
             leaf = self._state.read(exported, index)
         else:
             leaf = self._frozen.read(path)
@@ -113,6 +113,13 @@ class SavedModel:
         """Returns a SHA-256 of config and weights, as of a model directory with the same content."""
         leaves = fingerprint_leaves(self._specs, lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
+
+    @property
+    def _exports_average(self) -> bool:
+        """Whether the run exports the average of the parameters; it begins with those of a checkpoint without one."""
+        begun = restart_before(self._restarts, self._step)
+        ema = self._recipe.ema
+        return ema is not None and ema.export and (begun is None or begun.keeps_average)
 
     @cached_property
     def _trained(self) -> dict[str, tuple[str, int | None]]:

@@ -68,6 +68,7 @@ from moe_jax.training.run_directory import (
     make_record,
     read_record,
     read_run,
+    restart_before,
     saved_steps,
     with_horizon,
     write_run,
@@ -277,8 +278,7 @@ def _train(
                 state = first_state(program, params)
         else:
             console.print(f"continuing after step {step}", highlight=False)
-            # The first checkpoint of a restarted run belongs to the run before.
-            restarted_here = record.restarts[-1] if record.restarts and record.restarts[-1].step == step else None
+            restarted_here = restart_before(record.restarts, step)
             state, frozen = _restore(recipe, program, source, batches, checkpoints, step, restarted_here, console)
         taught = None if teacher is None else load_teacher(program, teacher)
         reports = {"evaluator": evaluator, "console": console, "continue_command": continue_command}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import moe_jax
 from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training import training_run
@@ -44,6 +45,20 @@ def test_without_changes_it_gives_the_same_curve_to_the_last_bit(folder, capsys,
     assert ModelDirectory(Path("again/model")).fingerprint() == ModelDirectory(Path("run/model")).fingerprint()
     assert json.loads(Path("again/run.json").read_text())["source"]["absolute"] == str(folder / "model")
     assert restarts("again") == [{"run": str(folder / "run"), "step": 2, "skipped_batches": 0, "changed": {}}]
+
+
+def test_a_restart_of_a_restart_from_the_same_step_goes_on_as_that_did(folder, capsys):
+    """The checkpoint is the first run's, which had no average."""
+    how = [*TRAIN, "ema.decay=0.9", "train.steps=3", "schedule.steps=4"]
+    assert cli.main([*how, "run_dir=one", "--restart", "run@2", "--skip-batches", "1"]) == 0
+    assert cli.main([*how, "run_dir=two", "--restart", "one@2"]) == 0
+    assert losses("two") == losses("one") and losses("one")[2] != losses("run")[2]
+    assert moe_jax.load("one@2").source.fingerprint() == moe_jax.load("run@2").source.fingerprint()
+    # It is given again as it was, and not with the first run, which had another batch next.
+    assert cli.main([*how, "run_dir=two", "--resume", "--restart", "one@2"]) == 0
+    capsys.readouterr()
+    assert cli.main([*how, "run_dir=two", "--resume", "--restart", "run@2"]) == 2
+    assert "was begun with" in capsys.readouterr().err
 
 
 @long
