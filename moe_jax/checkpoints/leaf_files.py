@@ -17,7 +17,15 @@ import jax
 import numpy as np
 
 from moe_jax.checkpoints.orbax_store import read_leaf, read_specs
-from moe_jax.checkpoints.zarr_arrays import STATE, Part, array_folder, chunk_name, is_whole, read_zarr_arrays
+from moe_jax.checkpoints.zarr_arrays import (
+    OWN_FLOATS,
+    STATE,
+    Part,
+    array_folder,
+    chunk_name,
+    is_whole,
+    read_zarr_arrays,
+)
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.processes import first_decides, is_first_process, wait_for_all
 from moe_jax.files.byte_files import fingerprint_leaves
@@ -121,7 +129,7 @@ class LeafWriter:
             "chunks": list(grid),
             "compressor": None,
             "dimension_separator": ".",
-            "dtype": dtype.str if dtype.kind in "biuf" else dtype.name,
+            "dtype": dtype.name if dtype.name in OWN_FLOATS else dtype.str,
             "fill_value": None,
             "filters": None,
             "order": "C",

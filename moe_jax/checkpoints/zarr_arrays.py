@@ -28,7 +28,8 @@ STATE = "state"  # Orbax's name for the only item of a checkpoint
 _NAMES = f"{STATE}/_METADATA"
 _MAX_NAMES, _MAX_VALUES = 256 << 20, 20_000_000  # some 300 bytes and 15 values per array
 _MAX_ARRAY = 1 << 16
-_FLOATS = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+OWN_FLOATS = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+"""Floats that NumPy does not have: their names stand for them in metadata."""
 
 
 Part = tuple[slice, ...]
@@ -220,8 +221,8 @@ def _read_array(checkpoint: Directory, folder: str) -> ZarrArray:
 def _dtype(name: object) -> np.dtype:
     if not isinstance(name, str):
         raise ValueError("its dtype")
-    dtype = _FLOATS[name] if name in _FLOATS else np.dtype(name)
-    if dtype.kind not in "biuf" and name not in _FLOATS:
+    dtype = OWN_FLOATS[name] if name in OWN_FLOATS else np.dtype(name)
+    if dtype.kind not in "biuf" and name not in OWN_FLOATS:
         raise ValueError("its dtype")
     return dtype
 

@@ -162,7 +162,8 @@ def replace_directory(target: StoragePath, fresh: StoragePath) -> None:
     if target.exists():
         target.rename(old)
     rename_durably(fresh, target)
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(old)
 
 
 def remove_replaced(target: StoragePath) -> None:
@@ -170,8 +171,16 @@ def remove_replaced(target: StoragePath) -> None:
     old = target.beside("old")
     if old.exists() and not target.exists():
         old.rename(target)
-    if old.exists():
-        shutil.rmtree(old)
+    if old.exists() or old.is_symlink():
+        _remove(old)
+
+
+def _remove(directory: StoragePath) -> None:
+    """Removes a directory, or a link to one, which stays."""
+    if directory.is_symlink():
+        directory.unlink()
+    elif directory.exists():
+        shutil.rmtree(directory)
 
 
 def lock_directory(directory: Path, target: Path) -> int:

@@ -338,7 +338,11 @@ class ModelDirectoryWriter(ModelWriter):
         self._work.__enter__()
         try:
             # Copied before the weights are written, so that no copied file can replace them.
-            copy_tokenizer_files(by_name(self._files), self._work.folder)
+            files = by_name(self._files)
+            left = by_name(tokenizer_files_in(self._work.folder))  # by an interrupted command: the source had others
+            for name in left.keys() - files.keys():
+                left[name].unlink()
+            copy_tokenizer_files(files, self._work.folder)
             return self._work.beginning if isinstance(self._work, RemoteWork) else ""
         except BaseException as error:
             self._leave(error)

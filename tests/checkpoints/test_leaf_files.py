@@ -26,6 +26,8 @@ def every_dtype() -> dict[str, np.ndarray]:
     leaves = {
         "half/bfloat16": patterns.view(ml_dtypes.bfloat16),
         "half/float16": patterns.view(np.float16),
+        "eighth/float8_e5m2": BITS.view(ml_dtypes.float8_e5m2),
+        "eighth/float8_e4m3fn": BITS.view(ml_dtypes.float8_e4m3fn),
         "scalar": np.float32(-0.0).reshape(()),
         "zeros": np.zeros((3, 5), np.float32),
         "fortran": np.asfortranarray(np.arange(12, dtype=np.float32).reshape(3, 4)),

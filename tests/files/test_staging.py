@@ -122,6 +122,18 @@ def test_a_directory_is_replaced(tmp_path):
     assert names(tmp_path) == ["model"] and (tmp_path / "model" / "file").read_text() == "two"
 
 
+def test_a_link_to_a_directory_is_replaced_and_the_directory_stays(tmp_path):
+    tmp_path = as_path(tmp_path)
+    folder(tmp_path / "elsewhere", "zero")
+    (tmp_path / "model").symlink_to("elsewhere")
+    for content in ("one", "two"):
+        fresh = folder(tmp_path / "fresh", content)
+        remove_replaced(tmp_path / "model")
+        replace_directory(tmp_path / "model", fresh)
+        assert names(tmp_path) == ["elsewhere", "model"] and (tmp_path / "model" / "file").read_text() == content
+    assert (tmp_path / "elsewhere" / "file").read_text() == "zero"
+
+
 @pytest.mark.parametrize("killed", ["before the new one is there", "before the old one is removed"])
 def test_killed_while_a_directory_is_replaced_one_of_the_two_is_left(tmp_path, monkeypatch, killed):
     tmp_path = as_path(tmp_path)

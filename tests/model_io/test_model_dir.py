@@ -226,6 +226,14 @@ def test_a_job_that_is_interrupted_twice_goes_on_twice(killed, leaves):
     assert sorted(os.listdir(killed.parent)) == ["job", "model"]
 
 
+def test_files_that_the_source_has_no_more_are_not_left(killed, leaves):
+    """Such as a template that was removed because it was wrong."""
+    stale = killed.with_name(".model.partial") / "chat_template.jinja"
+    stale.write_text("{{ messages }}")
+    write(killed, leaves, lineage=[ENTRY], resume=True)
+    assert sorted(os.listdir(killed)) == ["config.json", "lineage.json", "params"]
+
+
 def test_another_job_does_not_go_on_with_it(killed):
     assert done_of(killed, [ENTRY | {"options": {"seed": 1}}]) == frozenset()
 
