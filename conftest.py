@@ -54,7 +54,7 @@ MAX_COMPILED_BYTES = 500_000_000
 LIBC = ctypes.CDLL(None)
 STATM = pathlib.Path("/proc/self/statm")  # Linux
 MAPS = pathlib.Path("/proc/self/maps")
-MOST_REGIONS = 30_000
+MOST_REGIONS = 50_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
