@@ -20,6 +20,7 @@ from moe_jax.commands.environment import (
     ask_for_huge_pages,
     avoid_absent_tpu,
     ignore_settings_of_numbers,
+    imported,
     keep_compiled_programs,
     open_standard_streams,
 )
@@ -179,6 +180,7 @@ def run_command(arguments: list[str], modules: Sequence[str] = ()) -> int:
     # Imports and tracing make many objects that stay. To look through all of them as often as Python does by itself
     # takes a fifth of their time.
     gc.set_threshold(100_000, 20, 100)
+    imported[:] = modules
     for name in modules:  # not before: they import JAX, which reads its settings then
         _import_own(name)
     module = importlib.import_module(f"moe_jax.commands.{command}")

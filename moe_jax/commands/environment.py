@@ -70,6 +70,9 @@ def open_standard_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as that of errors is
 
 
+imported: list[str] = []
+"""Modules of the user's that `--import` named for the running command; to be named again when it is given again."""
+
 _OF_NUMBERS = ("JAX_ENABLE_X64", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
 
 

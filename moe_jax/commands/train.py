@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from moe_jax.commands.environment import imported
 from moe_jax.commands.options import can_be_read_again, check_model, check_recipe, described_model
 from moe_jax.core.errors import InputError
 
@@ -144,6 +145,7 @@ def run(options: Options) -> int:
 
     command = [
         "moe-jax",
+        *(word for name in imported for word in ("--import", name)),
         "train",
         str(options.recipe),
         *(["--set", *options.overrides] if options.overrides else []),

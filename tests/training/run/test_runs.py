@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_jax.api import train as api_train
 from moe_jax.commands import cli
 from moe_jax.models import FFNConfig
 from moe_jax.training import loop
@@ -291,6 +292,15 @@ def test_a_disk_without_room_is_one_line_and_leaves_no_model(workplace, tmp_path
         kept = re.search(rf"{disk}/run.*: No space left on device; the checkpoint of step (\d+) is kept; ", error)
         assert kept and (disk / "run" / "checkpoints" / kept[1]).is_dir() and error.endswith(" --resume")
         assert not (disk / "run" / "model").exists()
+
+
+def test_what_continues_a_run_names_modules_of_ones_own(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    given = {}
+    monkeypatch.setattr(api_train, "run_recipe", lambda recipe, **how: given.update(how))
+    for modules in (["--import", "json.tool"], []):
+        assert cli.main([*modules, "train", "recipe.toml"]) == 0
+        assert given["continue_command"] == " ".join(["moe-jax", *modules, "train recipe.toml --resume"])
 
 
 def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, capsys):
