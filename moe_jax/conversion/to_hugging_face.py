@@ -225,9 +225,15 @@ def _processor_files(source: ModelSource, config: ModelConfig) -> dict[str, dict
         return {}
     format_ = vision_format_named(vision.family)
     processor, made = format_.processor, format_.image_processor
+    if vision.processing.pad and made is not None:
+        raise InputError(
+            f"this model pads pictures to squares, and the format of {vision.family!r} cannot say so: Transformers "
+            "would show it others"
+        )
     if made is not None and {PREPROCESSOR, PROCESSOR} & {file.name for file in source.tokenizer_files}:
         return {}  # they say more than we read of them
-    processing = (made or write_processing)(vision.processing)
+    is_said = vision.processing.pad and format_.config_pads
+    processing = (made or write_processing)(replace(vision.processing, pad=False) if is_said else vision.processing)
     if processor is None:
         return {PREPROCESSOR: processing}
     keys = processor(vision)

@@ -1,12 +1,14 @@
-"""The parts of dense layers: products with one kernel, norms and FFNs."""
+"""The parts of dense layers: products with one kernel, rows of a table, norms and FFNs."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.few_rows.bfloat16_kernels import MOST_ROWS, product_of_few_rows
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS, GATED_ACTIVATIONS
@@ -177,3 +179,43 @@ def ffn_hidden(
     """Returns the hidden state, the input of `down`, of a dense FFN. Arguments as for `ffn`; `down` may be missing."""
     gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None
     return hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)
+
+
+def take_rows(
+    table: Float[Array, "n d"], rows: Int[Array, "*B"], *, fill_value: float | None = None
+) -> Float[Array, "*B d"]:
+    """Returns rows of a table; in the place of those that it does not have, NaN or `fill_value`.
+
+    The gradient of a table is a sum over all places where a row was taken. It is made in float32 and rounded once: in
+    bfloat16 a sum of equal terms would not grow beyond 256 of them.
+    """
+    if jnp.dtype(table.dtype).itemsize < 4:
+        return _take(table, rows, fill_value)
+    return _plain_rows(table, rows, fill_value)
+
+
+def _plain_rows(table: Array, rows: Array, fill_value: float | None) -> Array:
+    return jnp.take(table, rows, axis=0, mode="fill", fill_value=fill_value)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _take(table: Array, rows: Array, fill_value: float | None) -> Array:
+    return _plain_rows(table, rows, fill_value)
+
+
+def _take_fwd(table: Array, rows: Array, fill_value: float | None) -> tuple[Array, tuple[Array, Array]]:
+    # Of the table only shape and dtype are needed, which an empty part of it has.
+    return _plain_rows(table, rows, fill_value), (
+        rows,
+        jnp.broadcast_to(jnp.zeros((), table.dtype), (table.shape[0], 0)),
+    )
+
+
+def _take_bwd(fill_value: float | None, saved: tuple[Array, Array], dy: Array) -> tuple[Array, np.ndarray]:
+    rows, like = saved
+    sums = jnp.zeros((like.shape[0], dy.shape[-1]), jnp.float32)
+    sums = sums.at[rows].add(dy.astype(jnp.float32), mode="drop")
+    return sums.astype(like.dtype), np.zeros(rows.shape, jax.dtypes.float0)
+
+
+_take.defvjp(_take_fwd, _take_bwd)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.functional.dense import take_rows
 from moe_jax.kernels.by_platform import Bound, by_platform
 from moe_jax.kernels.hardware import LANES, Core, round_up
 
@@ -215,4 +216,4 @@ def row_biases(biases: Float[Array, "E o"], group_sizes: Int[Array, " E"], rows:
     """Returns the bias of every sorted row, which is that of its expert; zeros for rows in no group."""
     ends = jnp.cumsum(group_sizes)
     group = jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
-    return jnp.take(biases, group, axis=0, mode="fill", fill_value=0)
+    return take_rows(biases, group, fill_value=0.0)

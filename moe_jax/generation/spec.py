@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from jaxtyping import UInt8
@@ -69,10 +69,12 @@ class GenerateSpec(Spec):
     @property
     def images(self) -> tuple[Picture, ...]:
         """The pictures, in the order of their placeholders."""
-        given = self.image
-        if isinstance(given, str | os.PathLike) or (isinstance(given, np.ndarray) and given.ndim == 3):
-            return (given,)
-        return tuple(given)
+        given: Any = self.image
+        if isinstance(given, np.ndarray) and given.ndim != 3:
+            return tuple(given)
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            return tuple(given)
+        return (cast(Picture, given),)  # what is no picture either is refused where it is read
 
 
 def _is_integer(value: Any, least: int, most: int) -> bool:

@@ -27,6 +27,8 @@ def decode_picture(
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Decodes a picture: upright as its EXIF orientation says, over white where it is transparent, the first frame.
 
+    Of grey of 16 bits, as radiographs often are, the upper eight count.
+
         >>> import io; from PIL import Image; from moe_jax.images.decoding import decode_picture
         >>> file = io.BytesIO(); Image.new("RGB", (4, 2), (9, 8, 7)).save(file, "PNG")
         >>> decode_picture(file.getvalue(), "x.png").shape
@@ -49,7 +51,7 @@ def decode_picture(
             size = f"{picture.width:,} x {picture.height:,} pixels"
             raise InputError(f"{name}: {size} are more than the {MAX_PIXELS // 10**6} million of a picture")
         more = remark is not None and has_more_frames(picture, data)
-        pixels = np.asarray(_opaque(ImageOps.exif_transpose(picture)))
+        pixels = pixels_in(picture, name)
     except Image.DecompressionBombError:
         raise InputError(f"{name}: its pixels are more than the {MAX_PIXELS // 10**6} million of a picture") from None
     except UnidentifiedImageError:
@@ -63,7 +65,20 @@ def decode_picture(
     return pixels
 
 
-def _opaque(picture: Image.Image) -> Image.Image:
+def pixels_in(picture: Image.Image, name: str) -> UInt8[np.ndarray, "H W 3"]:
+    """Returns what `decode_picture` does, of a picture that is open already.
+
+    Raises `InputError`, which names the picture, for numbers of 32 bits: what is black and white is not said.
+    """
+    return np.asarray(_opaque(ImageOps.exif_transpose(picture), name))
+
+
+def _opaque(picture: Image.Image, name: str) -> Image.Image:
+    if picture.mode.startswith("I") or picture.mode == "F":
+        grey = np.asarray(picture)
+        if picture.mode == "F" or grey.min() < 0 or grey.max() >= 1 << 16:
+            raise InputError(f"{name} has pixels of 32 bits, whose black and white are not known; save it with 8 bits")
+        return Image.fromarray((grey >> 8).astype(np.uint8)).convert("RGB")  # Pillow would make white of nearly all
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, _WHITE), picture)

@@ -17,6 +17,8 @@ _PILLOW = {name: Image.Resampling[name.upper()] for name in RESAMPLING}
 # A resized picture of more pixels is made in that part alone which is kept. As no picture has more before, it is one
 # that becomes larger.
 _MOST_WHOLE = MAX_PIXELS
+# A picture that would be padded to more pixels is made without the square.
+_MOST_SQUARE = MAX_PIXELS
 # `processor_class` and the like say what Python class read the file.
 _HARMLESS = frozenset({"image_processor_type", "feature_extractor_type", "processor_class", "_valid_processor_keys",
                        "do_convert_rgb", "do_convert_annotations", "data_format", "input_data_format", "device",
@@ -28,12 +30,15 @@ def read_processing(config: Mapping[str, Any], *, pad: bool = False) -> ImagePro
 
     Args:
       config: its keys.
-      pad: see `ImageProcessing`; the config of the model says it.
+      pad: see `ImageProcessing`, where the config of the model says it; of LLaVA's image processor its own file does.
 
     Raises:
       InputError: a key that is not known, or a result whose size depends on the picture.
     """
     config = dict(config)
+    # Others pad to the largest picture of a batch, or in tiles.
+    if not config.get("do_pad") or config.get("image_processor_type") in _PADDING:
+        pad = bool(config.pop("do_pad", False)) or pad
     given = {key: config.pop(key, default) for key, default in _DEFAULTS.items()}
     if unknown := sorted(config.keys() - _HARMLESS):
         raise InputError(f"preprocessor_config.json: {', '.join(unknown)}: not known, and may change the pixels")
@@ -63,16 +68,18 @@ def read_processing(config: Mapping[str, Any], *, pad: bool = False) -> ImagePro
 
 
 def write_processing(processing: ImageProcessing) -> dict[str, Any]:
-    """Returns the keys of a preprocessor_config.json that `read_processing` reads the same from, but for `pad`.
+    """Returns the keys of a preprocessor_config.json that `read_processing` reads the same from.
 
-    They name the class of Transformers that cuts out the middle, or else the one that does not.
+    They name the class of Transformers that pads, or else the one that cuts out the middle, or the one that does not.
     """
     height, width = processing.size
     cuts = processing.shortest is not None
     sides = {"height": height, "width": width}
     codes = {name: int(value) for name, value in _PILLOW.items()}
+    name = "CLIPImageProcessor" if cuts else "SiglipImageProcessor"
     return {
-        "image_processor_type": "CLIPImageProcessor" if cuts else "SiglipImageProcessor",
+        "image_processor_type": _PADDING[0] if processing.pad else name,
+        **({"do_pad": True} if processing.pad else {}),
         "do_resize": True,
         "size": {"shortest_edge": processing.shortest} if cuts else sides,
         "resample": codes[processing.resample],
@@ -87,6 +94,7 @@ def write_processing(processing: ImageProcessing) -> dict[str, Any]:
     }
 
 
+_PADDING = ("LlavaImageProcessor", "LlavaImageProcessorFast", "LlavaImageProcessorPil")
 _DEFAULTS = {"do_resize": True, "size": None, "resample": 3, "do_center_crop": False, "crop_size": None,
              "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": None,
              "image_std": None}  # fmt: skip
@@ -107,10 +115,18 @@ def pixels_of(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) 
     """Pads, resizes and crops; the result is normalised on the device (`normalization`), in a quarter of the bytes.
 
     To the bit as `CLIPImageProcessorPil` and `SiglipImageProcessorPil` of Transformers do.
+
+    Raises:
+      InputError: for a picture so long that even what padding leaves of it takes too much memory.
     """
-    if processing.pad:
-        picture = _square(picture, processing)
     height, width = processing.size
+    if processing.pad:
+        if max(picture.shape) ** 2 > _MOST_SQUARE:
+            if processing.shortest is None:
+                return _square_resized(picture, (height, width), processing)
+            small = _square_resized(picture, (processing.shortest, processing.shortest), processing)
+            return _middle(small, height, width)
+        picture = _square(picture, processing)
     if processing.shortest is None:
         return _resized(picture, (height, width), processing.resample)
     full = _in_proportion(picture.shape[:2], processing.shortest)
@@ -126,10 +142,40 @@ def _square(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) ->
         return picture
     side = max(height, width)
     square = np.empty((side, side, 3), np.uint8)
-    square[:] = [int(value * 255) for value in processing.mean]
+    square[:] = _color_around(processing)
     top, left = (side - height) // 2, (side - width) // 2
     square[top : top + height, left : left + width] = picture
     return square
+
+
+def _color_around(processing: ImageProcessing) -> list[int]:
+    return [int(value * 255) for value in processing.mean]
+
+
+def _square_resized(
+    picture: UInt8[np.ndarray, "H W 3"], size: tuple[int, int], processing: ImageProcessing
+) -> UInt8[np.ndarray, "h w 3"]:
+    """Does the same as `_square` and `_resized`, without the square: of a line of pixels it would be many gigabytes.
+
+    Pillow makes rows shorter before it makes columns shorter, so that some rows at a time are enough.
+    """
+    height, width, _ = picture.shape
+    side = max(height, width)
+    if side * size[1] > MAX_PIXELS:
+        raise InputError(
+            f"a picture of {width:,} x {height:,} pixels is too long to be padded to a square; cut a part out of it"
+        )
+    top, left = (side - height) // 2, (side - width) // 2
+    row = np.empty((1, side, 3), np.uint8)
+    row[:] = _color_around(processing)
+    shorter = np.repeat(_resized(row, (1, size[1]), processing.resample), side, axis=0)
+    at_once = max(1, _MOST_SQUARE // side)
+    for start in range(0, height, at_once):
+        part = picture[start : start + at_once]
+        rows = np.repeat(row, len(part), axis=0)
+        rows[:, left : left + width] = part
+        shorter[top + start : top + start + len(part)] = _resized(rows, (len(part), size[1]), processing.resample)
+    return _resized(shorter, size, processing.resample)
 
 
 def _in_proportion(size: tuple[int, int], shortest: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from moe_jax.functional.cross_entropy import (
     token_cross_entropies,
     weighted_cross_entropy,
 )
-from moe_jax.functional.dense import layer_norm, linear_float32, rms_norm
+from moe_jax.functional.dense import layer_norm, linear_float32, rms_norm, take_rows
 from moe_jax.functional.few_rows.bfloat16_kernels import row_after_row
 from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.models.config import ModelConfig
@@ -137,7 +137,7 @@ class Embed(Leaves):
             raise InputError(f"texts of {x.shape[1]} tokens, but the model has learned {most} positions")
         else:
             positions = default_positions(x.shape[:2])
-        return x + jnp.take(self.positions[...], positions, axis=0).astype(self.compute_dtype)
+        return x + take_rows(self.positions[...], jnp.asarray(positions)).astype(self.compute_dtype)
 
     def look_up(self, tokens: Ids) -> Float[Array, "B T d"]:
         """Returns scaled token embeddings, into which other embeddings, for example of images, may be spliced.
@@ -149,7 +149,7 @@ class Embed(Leaves):
         if isinstance(table, CodedTable):
             x = table.look_up(jnp.asarray(tokens))
         else:
-            x = jnp.take(_whole_rows(table), tokens, axis=0)
+            x = take_rows(_whole_rows(table), jnp.asarray(tokens))
         x = x.astype(self.compute_dtype)
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, self.compute_dtype)
 

@@ -14,6 +14,7 @@ from flax import nnx
 from moe_jax.checkpoints.saved_state import SavedState
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
+from moe_jax.data.pictures.picture_loading import picture_processing
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import path_name
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
@@ -274,8 +275,11 @@ def lineage_of(
 
 
 def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Returns the config of the trained model, with the recipe's coefficients and the dtype of its output."""
+    """Returns the config of the trained model: with the recipe's coefficients, its way with pictures, its dtype."""
     begun_with = config.dtype if recipe.model.init == "checkpoint" else recipe.model.param_dtype
+    if config.vision is not None:
+        processing = picture_processing(recipe.data, config)
+        config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, processing=processing))
     return dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.output_dtype or begun_with)
 
 

@@ -47,6 +47,21 @@ def pictures() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_of_grey_of_16_bits_the_upper_ones_count(kind):
+    """Radiographs are such; Pillow would make white of all from 256 on."""
+    grey = np.arange(0, 1 << 16, 257, dtype=np.uint16).reshape(16, 16)
+    data = written(Image.fromarray(grey), kind)
+    expected = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
+    np.testing.assert_array_equal(decode_picture(data, "x"), expected)
+
+
+def test_numbers_whose_black_and_white_are_not_known_are_refused():
+    for numbers in (np.ones((3, 4), np.float32), np.full((3, 4), 1 << 20, np.int32)):
+        with pytest.raises(InputError, match="x.tiff has pixels"):
+            decode_picture(written(Image.fromarray(numbers), "TIFF"), "x.tiff")
+
+
 @pytest.mark.parametrize("name", pictures())
 def test_pixels_are_those_that_transformers_sees(name):
     pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from PIL import Image
 from moe_jax.core.errors import InputError
 from moe_jax.images import processing as module
 from moe_jax.images.normalization import normalized
-from moe_jax.images.processing import ImageProcessing, pixels_of, read_processing
+from moe_jax.images.processing import ImageProcessing, pixels_of, read_processing, write_processing
 from moe_jax.images.resampling import FILTERS, enlarged_part
 from tests.support.tiers import examples
 
@@ -77,6 +77,37 @@ def test_a_part_of_an_enlarged_picture_is_that_part_of_the_whole(sides, more, pl
     rows, columns = min(7, height - top), min(5, width - left)
     part = enlarged_part(given, (height, width), top, left, rows, columns, name)
     np.testing.assert_array_equal(part, whole[top : top + rows, left : left + columns])
+
+
+@settings(max_examples=examples(30))
+@given(height=SIDES, width=SIDES)
+@example(height=1, width=300)
+@example(height=300, width=1)
+def test_a_long_picture_is_padded_without_the_square(height, width):
+    given = picture(height, width)
+    with pytest.MonkeyPatch.context() as patch:
+        for processor in PROCESSORS.values():
+            processing = processing_of(processor, pad=True)
+            patch.setattr(module, "_MOST_SQUARE", 10**6)
+            expected = pixels_of(given, processing)
+            patch.setattr(module, "_MOST_SQUARE", 1000)
+            np.testing.assert_array_equal(pixels_of(given, processing), expected)
+    with pytest.raises(InputError, match="too long"):
+        pixels_of(np.zeros((1, 10**6, 3), np.uint8), processing_of(PROCESSORS["clip"], pad=True))
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_llavas_processor_pads_as_its_file_says(name):
+    processing = processing_of(PROCESSORS[name], pad=True)
+    keys = write_processing(processing)
+    assert read_processing(keys) == processing
+    assert read_processing(keys | {"do_pad": False}) == processing_of(PROCESSORS[name])
+    processor = transformers.LlavaImageProcessorPil(**{key: keys[key] for key in keys if key != "image_processor_type"})
+    for sides in ((3, 90), (120, 31)):
+        theirs = processor(Image.fromarray(picture(*sides)), do_rescale=False, do_normalize=False)["pixel_values"][0]
+        np.testing.assert_array_equal(pixels_of(picture(*sides), processing), np.moveaxis(theirs, 0, -1))
+    with pytest.raises(InputError, match="do_pad"):
+        read_processing(keys | {"image_processor_type": "IdeficsImageProcessor"})
 
 
 def test_a_long_picture_is_enlarged_in_its_middle_alone(monkeypatch):

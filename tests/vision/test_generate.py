@@ -203,6 +203,12 @@ def test_wrong_arrays(folder, wrong):
         moe_jax.generate(folder / "llava", "<image>", image=[wrong])
 
 
+@pytest.mark.parametrize("wrong", [3, Image.new("L", (4, 4)), {"a": 1}])
+def test_what_is_no_picture_is_named(folder, wrong):
+    with pytest.raises(InputError, match="picture"):
+        moe_jax.generate(folder / "llava", "<image>", image=wrong)
+
+
 def test_of_several_frames_the_first_is_taken_and_a_line_says_so(folder, capsys):
     frames = [Image.open(folder / name) for name in ("a.png", "b.png")]
     moving, still = folder / "moving.webp", folder / "still.webp"

@@ -14,6 +14,8 @@ import transformers
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import load_chat_template
+from moe_jax.data.pictures.picture_messages import with_pictures
+from moe_jax.data.pictures.picture_sources import ANY_PICTURE
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.rows import RowReader
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
@@ -366,3 +368,11 @@ def test_kept_pixels_are_not_made_again(folder, tmp_path, monkeypatch):
     assert seen_in(read_all(opened(folder, path, pixel_cache=kept))) == first
     with pytest.raises(InputError, match="pixel_cache"):
         opened(folder, path, pixel_cache=str(path))
+
+
+def test_parts_of_text_are_lines_as_they_are_without_pictures():
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}, {"type": "image"}]
+    for content, expected in ((parts, "One.\nTwo.<image>"), (parts[::-1], "<image>\nTwo.\nOne.")):
+        messages = [{"role": "user", "content": content}]
+        ((message,), _) = with_pictures(messages, [ANY_PICTURE], as_parts=False)
+        assert message["content"] == expected

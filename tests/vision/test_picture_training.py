@@ -1,5 +1,6 @@
 """Training on pictures by a recipe: with and without kept features, going on, the tower as it was, a mesh."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from moe_jax.images.processing import pixels_of
 from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.training.metrics import read_metrics
+from moe_jax.training.saved_model import trained_config
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import logits_of
 from tests.support.seeing_models import FEATURES, seeing
 from tests.support.tiers import long
+from tests.support.training_models import recipe_of
 from tests.vision.test_picture_data import llava, png, write
 
 CONFIG = seeing(dense_config(vocab_size=258, num_layers=2))
@@ -173,3 +176,11 @@ def test_a_model_without_a_token_for_pictures_is_asked_as_it_was_trained(folder,
         moe_jax.generate(model, "q", image=picture)
     # Without pictures, it is text.
     assert moe_jax.generate(model, "<image>", max_new_tokens=1).prompt_ids == list(b"<image>")
+
+
+def test_pictures_are_shown_as_in_training_afterwards():
+    config = seeing(dense_config())
+    for aspect, pad in (("pad", True), ("square", False), (None, config.vision.processing.pad)):
+        recipe = recipe_of()
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, image_aspect=aspect))
+        assert trained_config(config, recipe).vision.processing.pad == pad

@@ -171,6 +171,7 @@ def _format(name: str, body: str) -> VisionFormat:
         name=name,
         architecture="",  # the language model's
         defaults={},
+        config_pads=True,
         read=lambda keys, parts: _read(name, keys, parts),
         write=_write,
         text_names={"": ""},

@@ -54,6 +54,7 @@ class VisionFormat:
         they say nothing more.
       image_processor: returns the keys of an image processor of Transformers for a processing; None: as
         `write_processing`. Where it is given, the files of a source that say how pictures are processed are kept.
+      config_pads: whether config.json says that pictures are padded, and not the file of the image processor.
       note: a line about what of the format is left undone; empty: nothing is.
     """
 
@@ -73,6 +74,7 @@ class VisionFormat:
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda keys: keys
     completed_by_names: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
     image_processor: Callable[[ImageProcessing], dict[str, Any]] | None = None
+    config_pads: bool = False
     note: str = ""
 
     def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:

@@ -189,10 +189,11 @@ def _as_text(parts: Sequence[str | PictureSource | None], of_text: bool) -> str:
     if of_text:
         return "".join(part if isinstance(part, str) else MARK for part in parts)
     written = ""
-    for part in parts:
+    for index, part in enumerate(parts):
         if not isinstance(part, str):
             written += MARK
-        elif written.endswith(MARK) and not part.startswith("\n"):
+        elif index and (isinstance(parts[index - 1], str) or not part.startswith("\n")):
+            # A text is a line of its own, as it is in messages without pictures.
             written += f"\n{part}"
         else:
             written += part

@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.core.template_sandbox import Template, TemplateFails
 from moe_jax.data.pictures.picture_sources import picture_of
 from moe_jax.files.storage_path import nearest_path
-from moe_jax.images.decoding import decode_picture
+from moe_jax.images.decoding import decode_picture, pixels_in
 from moe_jax.images.picture_files import PictureFolder
 
 _MOST = 64
@@ -89,10 +89,10 @@ class TaskPictures:
         Raises:
           BadDocument: if there is none, for a name that leads out of the folder, or for a damaged one.
         """
-        if isinstance(given, Image.Image):
-            return np.asarray(given.convert("RGB"))
-        data, place = self._read(given)
         try:
+            if isinstance(given, Image.Image):
+                return pixels_in(given, "a picture")
+            data, place = self._read(given)
             return decode_picture(data, place)
         except InputError as error:
             raise BadDocument(str(error)) from None
@@ -100,7 +100,8 @@ class TaskPictures:
     def digest(self, given: Any) -> str:
         """Returns what tells a picture from others, whatever its name; raises errors as `picture`."""
         if isinstance(given, Image.Image):
-            return hashlib.sha256(f"{given.size}".encode() + given.convert("RGB").tobytes()).hexdigest()
+            pixels = self.picture(given)
+            return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
         return hashlib.sha256(self._read(given)[0]).hexdigest()
 
     def _read(self, given: Any) -> tuple[bytes, str]:

@@ -372,4 +372,6 @@ def test_pictures_of_the_hub_are_decoded_already():
 
     source, picture = TaskPictures(), Image.new("L", (4, 3), 7)
     assert source.picture(picture).tolist() == np.full((3, 4, 3), 7).tolist()
+    # As those of files: over white where they are transparent.
+    assert source.picture(Image.new("RGBA", (4, 3))).tolist() == np.full((3, 4, 3), 255).tolist()
     assert source.digest(picture) == source.digest(picture.copy()) != source.digest(Image.new("L", (3, 4), 7))
