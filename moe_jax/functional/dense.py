@@ -24,7 +24,7 @@ def linear(
     # Exactly two axes: inside a scan XLA:CPU transposes whole operands for a gradient over several batch axes
     # (measured: 1.4 times slower), and elsewhere the reshape is free.
     rows = x.reshape(-1, x.shape[-1])
-    is_thin = rows.shape[0] <= MOST_ROWS and kernel.dtype == jnp.bfloat16
+    is_thin = 0 < rows.shape[0] <= MOST_ROWS and kernel.dtype == jnp.bfloat16
     y = product_of_few_rows(rows, kernel) if is_thin else rows @ kernel.astype(x.dtype)
     y = y.reshape(*x.shape[:-1], kernel.shape[-1])
     if bias is None:

@@ -94,7 +94,8 @@ def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
         def add(tile: int, offset: Array, total: Array) -> Array:
             left = lax.dynamic_slice_in_dim(lhs, starts[e] + offset, tile, 0)
             right = lax.dynamic_slice(dout, (starts[e] + offset, start), (tile, width))
-            right = zero_rows_beyond(right, group_sizes[e] - offset)
+            # Both: zero times what is not finite, as padding may be, is not zero.
+            left, right = (zero_rows_beyond(rows, group_sizes[e] - offset) for rows in (left, right))
             product = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
             return total + product
 
@@ -191,4 +192,11 @@ def _backend(name: str, operation: str) -> Callable[..., Array]:
     function = BACKENDS[name][operation]
     if name == "blocked":
         return function
-    return lambda lhs, rhs, group_sizes: function(lhs, rhs.astype(lhs.dtype), group_sizes)
+
+    def of_rows(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        if not lhs.shape[0]:  # kernels need some
+            out = _out(operation, lhs, rhs, group_sizes)
+            return jnp.zeros(out.shape, out.dtype)
+        return function(lhs, rhs.astype(lhs.dtype), group_sizes)
+
+    return of_rows

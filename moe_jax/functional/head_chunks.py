@@ -162,6 +162,8 @@ def gradients_of_all_devices(options: HeadOptions, gradients: HeadGradients, sha
 def over_chunks(options: HeadOptions, add_chunk: Callable, sums: Any, kernel: Array) -> Any:
     """Runs `add_chunk(sums, start, size)` over all tokens; the first array of the sums has an entry per token."""
     tokens, vocabulary = jax.tree.leaves(sums)[0].shape[0], kernel.shape[0 if options.transposed else 1]
+    if not tokens:
+        return sums
     size = chunk_size(tokens, vocabulary, options.logit_bytes)
     count, remainder = divmod(tokens, size)
     if count == 1:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from moe_jax.core.errors import InputError
+
 
 def sample(
     logits: Float[Array, "B V"],
@@ -22,7 +24,17 @@ def sample(
       top_k: keep this many of the largest logits; None: all.
       top_p: then keep the smallest set of tokens whose probabilities sum to at least `top_p`
         (Holtzman et al., 2020); None: all. The most likely token is always kept.
+
+    Raises:
+      InputError: if one number, for all rows, is out of range: a temperature below 0, a `top_k` below 1, a `top_p` that
+        is not between 0 and 1. Of arrays, the values are not looked at.
     """
+    if isinstance(temperature, float | int) and not temperature >= 0:
+        raise InputError(f"temperature={temperature} must be at least 0")
+    if isinstance(top_k, int) and top_k < 1:
+        raise InputError(f"top_k={top_k} must be at least 1")
+    if isinstance(top_p, float | int) and not 0 <= top_p <= 1:
+        raise InputError(f"top_p={top_p} must lie between 0 and 1")
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if isinstance(temperature, float | int) and temperature == 0:
         return best

@@ -169,8 +169,9 @@ class Operands(NamedTuple):
 
     def gradient_of_base(self, dout: Array) -> Float[Array, "i o"]:
         """Returns the gradient of a base that is part of all kernels: theirs sum to one product of all rows."""
-        inside = zero_rows_beyond(dout, jnp.sum(self.group_sizes))
-        return lax.dot_general(self.lhs, inside, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        # Both: zero times what is not finite, as padding may be, is not zero.
+        lhs, dout = (zero_rows_beyond(rows, jnp.sum(self.group_sizes)) for rows in (self.lhs, dout))
+        return lax.dot_general(lhs, dout, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -310,7 +311,7 @@ def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:
                 at = starts[e] + offset
                 left = lax.dynamic_slice_in_dim(lhs_padded, at, count, 0)
                 right = lax.dynamic_slice(dout_padded, (at, start), (count, width))
-                right = zero_rows_beyond(right, group_sizes[e] - offset)
+                left, right = (zero_rows_beyond(rows, group_sizes[e] - offset) for rows in (left, right))
                 before = lax.dynamic_slice_in_dim(dlhs, at, count, 0)
                 product = lax.dot_general(right, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
                 dlhs = lax.dynamic_update_slice_in_dim(dlhs, before + product, at, 0)

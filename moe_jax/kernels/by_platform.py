@@ -144,7 +144,8 @@ def by_platform(
     - for a TPU, `tpu`, with the option `core`;
     - for an NVIDIA GPU for which Triton has products of the dtype, `gpu`, with the option `capability`;
     - otherwise, and wherever the compiler divides arrays between devices, `loops`: a kernel cannot be divided. Whether
-      arrays are divided is known from the mesh in use, or without a mesh from the program, when it is lowered.
+      arrays are divided is known from the mesh in use, or without a mesh from the program, when it is lowered. And
+      where a result is empty, as of no tokens: kernels need rows.
 
     Args:
       loops: plain XLA.
@@ -154,7 +155,7 @@ def by_platform(
         none.
     """
     kernels: dict[str, Callable[..., Any]] = {}
-    if one_device():
+    if one_device() and all(leaf.size for leaf in jax.tree.leaves(out)):
         capability = compute_capability()
         if tpu is not None:
             kernels["tpu"] = partial(deferred, tpu, out=out, divided=loops, core=current_core())

@@ -223,7 +223,14 @@ LOGITS = jnp.zeros((4, 3))
         (LOGITS, 2, {"selection": Selection(groups=3)}, "from top_groups=1"),
         (LOGITS, 2, {"num_sequences": 3, "capacity_factor": 1.0}, "num_sequences=3 must divide"),
         (LOGITS, 2, {"sequences": 3}, "sequences=3 must divide"),
+        (LOGITS, 2, {"sequences": jnp.zeros((2, 3), jnp.int32)}, r"expected one entry"),
+        (LOGITS, 2, {"sequences": jnp.zeros(4, jnp.int32)}, r"expected \(any, any\)"),
         (LOGITS, 2, {"valid": jnp.ones((3,), bool)}, r"shape \(3,\), expected \(4\)"),
+        (LOGITS, 2, {"capacity_factor": -1.0}, "finite number above"),
+        (LOGITS, 2, {"capacity_factor": float("nan")}, "finite number above"),
+        (LOGITS, 2, {"balance_choices": "frist"}, "balance_choices 'frist'"),
+        (LOGITS, 2, {"selection": Selection(groups=3, top_groups=2, group_score="best_two")}, "needs two"),
+        (LOGITS, 2, {"selection": Selection(group_score="beest")}, "group_score 'beest'"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_when_they_are_traced_too(logits, top_k, options, complaint):

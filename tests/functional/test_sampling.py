@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.core.errors import InputError
 from moe_jax.functional.sampling import sample
 from tests.support.numerics import normal
 
@@ -65,3 +66,12 @@ def test_a_row_with_a_key_of_its_own_is_given_what_it_would_be_given_alone():
 def test_keys_may_be_of_the_old_kind():
     logits = normal(1, 3, 50)
     assert sample(logits, jax.random.PRNGKey(2)).tolist() == sample(logits, jax.random.key(2)).tolist()
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 0}, {"top_p": 1.5}, {"temperature": -1.0}, {"temperature": float("nan")}]
+)
+def test_numbers_out_of_range_are_refused(options):
+    ((name, _),) = options.items()
+    with pytest.raises(InputError, match=name):
+        sample(normal(0, 1, 8), jax.random.key(0), **options)

@@ -19,3 +19,11 @@ def documents_of(rng, count, length):
 def close(got, expected, tolerance=1e-5):
     """Whether all entries are equal, to a share of the largest one, or of 1."""
     return bool(np.abs(np.asarray(got) - expected).max() <= tolerance * max(np.abs(expected).max(), 1.0))
+
+
+def spoiled(inputs, documents):
+    """Inputs of tokens [B, T, ...], a tuple with names, that are not finite at padding."""
+    at_padding = np.asarray(documents) == 0
+    return type(inputs)(
+        *(np.where(at_padding.reshape(*at_padding.shape, *[1] * (one.ndim - 2)), np.nan, one) for one in inputs)
+    )

@@ -42,7 +42,7 @@ def as_float32(array: Array) -> Float[Array, "..."]:
 def linear_of_bits(x: Float[Array, "... i"], bits: UInt16[Array, "o i"]) -> Float[Array, "... o"]:
     """Returns `x W`, summed in float32, in the dtype of `x`, given the bits of W transposed."""
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    if rows.shape[0] <= _FEW_ROWS:
+    if 0 < rows.shape[0] <= _FEW_ROWS:
         y = jnp.concatenate([_product_of_a_row(rows[m : m + 1], bits) for m in range(rows.shape[0])])
     else:
         y = rows @ widened(bits).T

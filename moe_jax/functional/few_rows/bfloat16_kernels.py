@@ -68,7 +68,7 @@ def row_after_row(x: Float[Array, "... i"], kernel: Float[Array, "o i"], product
     more rows it would be converted into memory first (see `few_rows.bfloat16_bits`).
     """
     count = math.prod(x.shape[:-1])
-    if count > _MOST_ONE_BY_ONE or kernel.dtype != jnp.bfloat16:
+    if not 0 < count <= _MOST_ONE_BY_ONE or kernel.dtype != jnp.bfloat16:
         return product(x, kernel)
 
     def one_by_one(x: Array, kernel: Array) -> Array:

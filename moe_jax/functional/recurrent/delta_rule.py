@@ -10,6 +10,7 @@ other is a unit lower triangular system, and what is left of the recurrence runs
 length, and nearly all arithmetic is products of matrices.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -93,17 +94,22 @@ def document_begins(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 def _prepared(inputs: DeltaInputs, documents: Int[Array, "B T"] | None) -> DeltaInputs:
     """Returns the inputs in float32, with queries and keys of length 1 for every head; padding changes nothing."""
     each = inputs.v.shape[2] // inputs.k.shape[2]
+    if documents is not None:
+        # Before anything else, and not only shares and decays: what stands at padding may not be finite, and neither
+        # its length nor the gradient of that would be.
+        inputs = jax.tree.map(partial(zero_at_padding, documents=documents), inputs)
     q, k = (_of_length_one(one) for one in (inputs.q, inputs.k))
     q = q * jnp.float32(q.shape[-1] ** -0.5)
     if each > 1:
         q, k = (jnp.repeat(one, each, axis=2) for one in (q, k))
     v, beta, log_decay = (one.astype(jnp.float32) for one in inputs[2:])
-    if documents is not None:
-        # Keys and values too: what stands at padding may not be finite.
-        counted = documents[:, :, None] > 0
-        beta, log_decay = (jnp.where(counted, one, 0.0) for one in (beta, log_decay))
-        k, v = (jnp.where(counted[..., None], one, 0.0) for one in (k, v))
     return DeltaInputs(q, k, v, beta, log_decay)
+
+
+def zero_at_padding(of_tokens: Float[Array, "B T *S"], documents: Int[Array, "B T"]) -> Float[Array, "B T *S"]:
+    """Returns what belongs to tokens, with zeros where the document is 0."""
+    counted = jnp.expand_dims(documents > 0, tuple(range(2, of_tokens.ndim)))
+    return jnp.where(counted, of_tokens, jnp.zeros((), of_tokens.dtype))
 
 
 def _of_length_one(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
@@ -197,7 +203,7 @@ def _in_chunks(
 def _between_tokens(parts: DeltaInputs, documents: Int[Array, "N B C"] | None, dtype: DTypeLike) -> _Chunks:
     """Solves what the tokens of a chunk do to each other; `documents` counts those that begin within the chunk."""
     size = parts.beta.shape[-1]
-    total = jnp.cumsum(parts.log_decay, axis=-1)
+    coarse, fine = sums_of_decays(parts.log_decay)
     place = np.arange(size)
     is_before = jnp.asarray(place[:, None] >= place[None, :])[None, None, None]
     goes_on = ends = None
@@ -205,8 +211,9 @@ def _between_tokens(parts: DeltaInputs, documents: Int[Array, "N B C"] | None, d
         is_before = is_before & (documents[..., :, None] == documents[..., None, :])[:, :, None]
         goes_on, ends = ((documents == one)[:, :, None] for one in (0, documents[..., -1:]))
     # Masked before the exponential: decays from later tokens to earlier ones may be too large for a float.
-    between = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
-    since, until = jnp.exp(total), jnp.exp(total[..., -1:] - total)
+    passed = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
+    between = jnp.exp(jnp.where(is_before, passed, -jnp.inf))
+    since, until = jnp.exp(coarse + fine), jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
     decay = since[..., -1]
     if goes_on is not None and ends is not None:
         since, until = jnp.where(goes_on, since, 0.0), jnp.where(ends, until, 0.0)
@@ -222,6 +229,21 @@ def _between_tokens(parts: DeltaInputs, documents: Int[Array, "N B C"] | None, d
         keys=parts.k * until[..., None],
         decay=decay,
     )
+
+
+# Below it, the exponential is 0 in float32; a chunk of such decays has an exact sum on a grid of 1/256.
+_LEAST_DECAY = -256.0
+
+
+def sums_of_decays(log_decay: Float[Array, "... C"]) -> tuple[Float[Array, "... C"], Float[Array, "... C"]]:
+    """Returns the sums up to every token in two parts, whose differences are as exact as what is summed.
+
+    The first part has multiples of 1/256, which float32 adds without rounding; the second has what is left, and the
+    gradient. The rounding of plain sums would grow with all that was forgotten before.
+    """
+    log_decay = jnp.maximum(log_decay, _LEAST_DECAY)
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay * 256.0) / 256.0)
+    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(log_decay - coarse, axis=-1)
 
 
 def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Array:

@@ -9,6 +9,7 @@ In the paper's words k is B, q is C, v is x times the step, and g is A times the
 tokens of a chunk read of each other is a masked product (section 6), and the recurrence runs over chunks.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.recurrent.delta_rule import CHUNK, document_begins
+from moe_jax.functional.recurrent.delta_rule import CHUNK, document_begins, sums_of_decays, zero_at_padding
 
 
 class ScanInputs(NamedTuple):
@@ -51,10 +52,8 @@ def state_scan(
     size = min(CHUNK, length)
     begins = jnp.zeros(inputs.q.shape[:2], bool)
     if documents is not None:
-        begins, counted = document_begins(documents), documents[:, :, None] > 0
-        # Keys and values too: what stands at padding may not be finite.
-        k, v = (jnp.where(counted[..., None], one, 0) for one in (inputs.k, inputs.v))
-        inputs = inputs._replace(k=k, v=v, log_decay=jnp.where(counted, inputs.log_decay, 0.0))
+        # All of them, and not only decays and values: what stands at padding may not be finite.
+        begins, inputs = document_begins(documents), jax.tree.map(partial(zero_at_padding, documents=documents), inputs)
 
     def chunked(one: Array) -> Array:
         one = jnp.pad(one, [(0, 0), (0, -length % size)] + [(0, 0)] * (one.ndim - 2))
@@ -86,6 +85,7 @@ def plain_state_scan(
         after = jnp.where(counted, kept + k[..., None] * one.v.astype(jnp.float32)[:, :, None], state)
         return after, jnp.sum(after * q[..., None], axis=2)
 
+    inputs = jax.tree.map(partial(zero_at_padding, documents=documents), inputs)
     given = (inputs, document_begins(documents), documents > 0)
     state, read = jax.lax.scan(step, state, jax.tree.map(lambda one: jnp.moveaxis(one, 1, 0), given))
     return jnp.moveaxis(read, 0, 1), state
@@ -100,7 +100,7 @@ def _chunk(
     q, k = (jnp.repeat(one, each, axis=2).transpose(0, 2, 1, 3) for one in (inputs.q, inputs.k))
     v = inputs.v.transpose(0, 2, 1, 3)
     documents = jnp.cumsum(begins.astype(jnp.int32), axis=1)
-    coarse, fine = _sums(inputs.log_decay.transpose(0, 2, 1))
+    coarse, fine = sums_of_decays(inputs.log_decay.transpose(0, 2, 1))
     place = np.arange(fine.shape[-1])
     is_before = jnp.asarray(place[:, None] >= place[None, :])[None]
     is_before = (is_before & (documents[:, :, None] == documents[:, None, :]))[:, None]
@@ -115,21 +115,6 @@ def _chunk(
     read = read + _product("bhcn,bhnp->bhcp", q, state, dtype) * since[..., None]
     added = _product("bhcn,bhcp->bhnp", k, v.astype(jnp.float32) * until[..., None], dtype)
     return state * since[..., -1:, None] + added, read.transpose(0, 2, 1, 3)
-
-
-# Below it, the exponential is 0 in float32; a chunk of such decays has an exact sum on a grid of 1/256.
-_LEAST_DECAY = -256.0
-
-
-def _sums(log_decay: Float[Array, "... C"]) -> tuple[Float[Array, "... C"], Float[Array, "... C"]]:
-    """Returns the sums up to every token in two parts, whose differences are as exact as what is summed.
-
-    The first part has multiples of 1/256, which float32 adds without rounding; the second has what is left, and the
-    gradient. The rounding of plain sums would grow with all that was forgotten before.
-    """
-    log_decay = jnp.maximum(log_decay, _LEAST_DECAY)
-    coarse = jax.lax.stop_gradient(jnp.round(log_decay * 256.0) / 256.0)
-    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(log_decay - coarse, axis=-1)
 
 
 def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Float[Array, "..."]:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_member, is_finite, shown
 from moe_jax.functional.array_shapes import check_shape
 from moe_jax.functional.routing.capacity import as_large_together, within_capacity, within_padded_capacity
-from moe_jax.functional.routing.gates import GATES, UNBOUNDED, Gate, Selection, choose
+from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, UNBOUNDED, Gate, Selection, choose
 from moe_jax.functional.routing.router_stats import RouterStats, balance_within
 from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing
 
@@ -64,8 +64,8 @@ def route(
         computed.
 
     Raises:
-      InputError: for arrays of other shapes, logits that are not float32, `top_k` out of range, no gate, a selection
-        that leaves too few experts, or a number of sequences that does not divide the tokens.
+      InputError: for arrays of other shapes, logits that are not float32, numbers out of range, no gate, unknown
+        words, a selection that leaves too few experts, or a number of sequences that does not divide the tokens.
     """
     if not isinstance(gate, Gate):
         GATES.check("gate", gate)
@@ -77,10 +77,19 @@ def route(
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise InputError(f"top_k={top_k} must lie between 1 and the number of experts, {num_experts}")
     _check_selection(selection, top_k, num_experts)
+    check_member("balance_choices", balance_choices, BALANCE_CHOICES)
+    if capacity_factor is not None and not (is_finite(capacity_factor) and capacity_factor > 0):
+        raise InputError(f"capacity_factor={shown(capacity_factor)} must be a finite number above 0")
     rows = {"num_sequences": num_sequences, "sequences": sequences if isinstance(sequences, int) else 1}
     for name, count in rows.items():
         if tokens and (count < 1 or tokens % count):
             raise InputError(f"{name}={count} must divide the number of tokens, {tokens}")
+    if sequences is not None and not isinstance(sequences, int):
+        check_shape("sequences", sequences, (None, None))
+        if sequences.size != tokens:
+            raise InputError(
+                f"sequences has the shape {sequences.shape}, expected one entry for each of {tokens} tokens"
+            )
     if valid is not None:
         check_shape("valid", valid, (tokens,))
         if not pads_capacity:  # where it takes room, at the experts that it chooses
@@ -127,9 +136,13 @@ def _check_selection(selection: Selection, top_k: int, num_experts: int) -> None
         check_shape("the bias of selection", selection.bias, (num_experts,))
     if selection.groups < 1 or num_experts % selection.groups:
         raise InputError(f"groups={selection.groups} must divide the number of experts, {num_experts}")
-    among = num_experts // selection.groups * selection.top_groups
+    check_member("group_score", selection.group_score, GROUP_SCORES)
+    size = num_experts // selection.groups
+    if selection.groups > 1 and selection.group_score == "best_two" and size < 2:
+        raise InputError(f"groups={selection.groups} leave one expert in each, and group_score 'best_two' needs two")
+    among = size * selection.top_groups
     if selection.groups > 1 and not (1 <= selection.top_groups <= selection.groups and top_k <= among):
         raise InputError(
             f"top_k={top_k} experts cannot be chosen from top_groups={selection.top_groups} of {selection.groups} "
-            f"groups of {num_experts // selection.groups}"
+            f"groups of {size}"
         )

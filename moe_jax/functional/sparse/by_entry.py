@@ -167,7 +167,7 @@ def _looped_gradients(
             dlhs, dvalues = sums
             left = lax.dynamic_slice_in_dim(lhs_padded, starts[e] + offset, tile, 0)
             right = lax.dynamic_slice_in_dim(dout_padded, starts[e] + offset, tile, 0)
-            right = zero_rows_beyond(right, group_sizes[e] - offset)
+            left, right = (zero_rows_beyond(rows, group_sizes[e] - offset) for rows in (left, right))
             left, right, own = (array.astype(jnp.float32) for array in (left, right, values[e]))
             _, vjp = jax.vjp(lambda block, values: _product(block, values, *coordinates, width), left, own)
             dleft, new = vjp(right)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional.recurrent import delta_rule as module
 from moe_jax.functional.recurrent.delta_rule import DeltaInputs, delta_rule, inverse_of_unit_lower, plain_delta_rule
-from tests.support.documents import close, documents_of
+from tests.support.documents import close, documents_of, spoiled
 from tests.support.tiers import examples, first
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -72,31 +72,43 @@ def test_a_row_without_padding(length):
         np.testing.assert_allclose(got, same, atol=1e-6)
 
 
+def test_what_was_forgotten_before_rounds_nothing():
+    """Sums of decays are large, and differences of some of them small; a token may forget everything, too."""
+    inputs, state, _ = drawn(5, 97)
+    log_decay = np.where(np.arange(97) % 8 == 0, -190.7, -0.013).astype(np.float32)
+    log_decay[50] = -np.inf
+    inputs = inputs._replace(log_decay=np.broadcast_to(log_decay[None, :, None], inputs.log_decay.shape))
+    documents = np.ones((ROWS, 97), np.int32)
+    expected, after = defined(inputs, state, documents)
+    read, last = WITH_DOCUMENTS[0](inputs, state, documents)
+    assert close(read, expected, 2e-6) and close(last, after, 2e-6)
+
+
 def test_gradients_are_those_of_the_recurrence(monkeypatch):
     monkeypatch.setattr(module, "GROUP", 1)
     inputs, state, rng = drawn(3, 97)
     documents = documents_of(rng, ROWS, 97)
     weights = rng.standard_normal((ROWS, 97, HEADS, VALUES)).astype(np.float32) * (documents > 0)[:, :, None, None]
 
-    def gradients(rule):
+    def gradients(rule, inputs):
         def total(inputs, state):
             read, last = rule(inputs, state, documents)
             return jnp.sum(read * weights) + jnp.sum(last * jnp.asarray(state))
 
         return jax.jit(jax.grad(total, argnums=(0, 1)))(inputs, state)
 
-    for got, expected in zip(*map(jax.tree.leaves, map(gradients, (delta_rule, plain_delta_rule))), strict=True):
+    found = gradients(delta_rule, spoiled(inputs, documents)), gradients(plain_delta_rule, inputs)
+    for got, expected in zip(*map(jax.tree.leaves, found), strict=True):
         assert close(got, np.asarray(expected))
 
 
 def test_what_stands_at_padding_is_never_looked_at():
     inputs, state, _ = drawn(4, 20)
     documents = np.array([[0] * 3 + [1] * 17, [1] * 12 + [0] * 8], np.int32)
-    spoiled = DeltaInputs(
-        *(np.where((documents == 0).reshape(ROWS, 20, *[1] * (one.ndim - 2)), np.nan, one) for one in inputs)
-    )
     for rule in WITH_DOCUMENTS:
-        for got, expected in zip(rule(spoiled, state, documents), rule(inputs, state, documents), strict=True):
+        for got, expected in zip(
+            rule(spoiled(inputs, documents), state, documents), rule(inputs, state, documents), strict=True
+        ):
             got, expected = (np.asarray(one) for one in (got, expected))
             if got.shape[1] == 20:
                 got, expected = (one[documents > 0] for one in (got, expected))

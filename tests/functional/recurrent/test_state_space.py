@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional.recurrent import state_space as module
 from moe_jax.functional.recurrent.state_space import ScanInputs, plain_state_scan, state_scan
-from tests.support.documents import close, documents_of
+from tests.support.documents import close, documents_of, spoiled
 from tests.support.tiers import examples, first
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -82,25 +82,26 @@ def test_gradients_are_those_of_the_plain_recurrence():
     documents = documents_of(rng, ROWS, LENGTH)
     weights = rng.standard_normal(inputs.v.shape).astype(np.float32) * (documents > 0)[:, :, None, None]
 
-    def gradients(scan):
+    def gradients(scan, inputs):
         def total(inputs, state):
             read, last = scan(inputs, state, documents)
             return jnp.sum(read * weights) + jnp.sum(last * jnp.asarray(state))
 
         return jax.jit(jax.grad(total, argnums=(0, 1)))(inputs, state)
 
-    for got, expected in zip(*map(jax.tree.leaves, map(gradients, (state_scan, plain_state_scan))), strict=True):
+    found = gradients(state_scan, spoiled(inputs, documents)), gradients(plain_state_scan, inputs)
+    for got, expected in zip(*map(jax.tree.leaves, found), strict=True):
         assert close(got, np.asarray(expected), 2e-5)
 
 
 def test_what_stands_at_padding_is_never_looked_at():
     inputs, state, _ = drawn(4, 20)
     documents = np.array([[0] * 3 + [1] * 17, [1] * 12 + [0] * 8], np.int32)
-    spoiled = ScanInputs(
-        *(np.where((documents == 0).reshape(ROWS, 20, *[1] * (one.ndim - 2)), np.nan, one) for one in inputs)
-    )
     for scan in COMPILED:
-        (read, last), (expected, after) = scan(spoiled, state, documents), scan(inputs, state, documents)
+        (read, last), (expected, after) = (
+            scan(spoiled(inputs, documents), state, documents),
+            scan(inputs, state, documents),
+        )
         np.testing.assert_array_equal(np.asarray(read)[documents > 0], np.asarray(expected)[documents > 0])
         np.testing.assert_array_equal(last, after)
 
