@@ -28,7 +28,7 @@ from moe_jax.conversion.formats.coded_parts import CONTAINERS, Pack, Packing
 from moe_jax.conversion.formats.encoders import Codes
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.gguf.to_gguf import export_gguf as _export_gguf
-from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.conversion.hugging_face_dir import processing_keys_of
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
@@ -209,7 +209,7 @@ def attach(model: ModelOrPath, out: OutPath, spec: AttachSpec) -> Model:
     """
     target, source = destination(out), open_model(model)
     tower = open_model(os.fspath(spec.tower), towers=True)
-    preprocessor = tower.processing_keys() if isinstance(tower, HuggingFaceDirectory) else None
+    preprocessor = processing_keys_of(tower)
     placeholder = _placeholder(source, spec.placeholder)
     with work_bars() as progress:
         made = _attach(

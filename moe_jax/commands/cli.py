@@ -1,6 +1,7 @@
 """The `moe-jax` command: a table of commands, and errors that users can act on.
 
-Nothing here imports JAX; a command's module is imported when the command is chosen.
+Nothing here imports JAX; a command's module is imported when the command is chosen. What takes long to import is
+imported inside `main`, where an interruption is a line and not a traceback.
 """
 
 import atexit
@@ -15,7 +16,6 @@ import traceback
 from collections.abc import Sequence
 
 import moe_jax
-from moe_jax.commands.arguments import help_of, parse_arguments
 from moe_jax.commands.environment import (
     ask_for_huge_pages,
     avoid_absent_tpu,
@@ -24,7 +24,6 @@ from moe_jax.commands.environment import (
     keep_compiled_programs,
     open_standard_streams,
 )
-from moe_jax.commands.options import check_options
 from moe_jax.core.errors import SIGNALLED, USER_ERROR, InputError, clipped, first_line, nearest, printable, shown
 from moe_jax.core.interruptions import interruptions, leave_at_once, number_of
 
@@ -85,16 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A bug is not caught: it keeps its traceback.
     """
-    modules, arguments = _imports_of(list(sys.argv[1:] if argv is None else argv))
-    if argv is None:
-        open_standard_streams()
-        # `plan --train` runs steps to measure training; `plan` otherwise only reads a config.
-        if arguments[:1] and (arguments[0] in _COMPUTING or arguments[0] == "plan" and "--train" in arguments):
-            ask_for_huge_pages()
-        # Python looks through all objects for garbage once more when it ends, which takes half a second after JAX.
-        atexit.register(gc.freeze)
     try:
         with interruptions():
+            modules, arguments = _imports_of(list(sys.argv[1:] if argv is None else argv))
+            if argv is None:
+                open_standard_streams()
+                if _computes(arguments):
+                    ask_for_huge_pages()
+                # Python looks through all objects for garbage once more when it ends: half a second after JAX.
+                atexit.register(gc.freeze)
             code = run_command(arguments, modules)
             if (processes := sys.modules.get("moe_jax.distributed.processes")) is not None:
                 processes.leave_processes()
@@ -120,6 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             _end(1, traceback.format_exc(), f"{type(error).__name__}: {first_line(error)}")
         raise
     return code
+
+
+def _computes(arguments: Sequence[str]) -> bool:
+    if arguments[:1] == ["plan"]:  # it runs steps to measure training, and otherwise only reads a config
+        return any(word.partition("=")[0] == "--train" for word in arguments)
+    return bool(arguments) and arguments[0] in _COMPUTING
 
 
 def _end(code: int, message: str, short: str | None = None) -> int:
@@ -174,6 +178,9 @@ def run_command(arguments: list[str], modules: Sequence[str] = ()) -> int:
     if command not in COMMANDS:
         hint = nearest(command, [*COMMANDS, "--version", "--help"])
         raise InputError(f"unknown command {shown(command)}{hint}; see moe-jax --help")
+    from moe_jax.commands.arguments import help_of, parse_arguments
+    from moe_jax.commands.options import check_options
+
     avoid_absent_tpu()
     ignore_settings_of_numbers()
     keep_compiled_programs()
@@ -218,12 +225,31 @@ def _import_own(name: str) -> None:
     sys.path.insert(0, here)  # where `python -m` looks too
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+    except Exception as error:
+        if isinstance(error, InputError) or _is_out_of_memory(error):  # InputError: of what it registers
             raise
-        raise InputError(f"--import {name}: there is no module {error.name}, here or where it is installed") from None
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            absent = error.name
+            raise InputError(f"--import {name}: there is no module {absent}, here or where it is installed") from None
+        raise InputError(f"--import {name}: {_mistake(error)}") from None
     finally:
-        sys.path.remove(here)
+        if here in sys.path:  # the module may have changed it
+            sys.path.remove(here)
+
+
+def _mistake(error: Exception) -> str:
+    """Returns where a module that is imported fails, by the last line of its own folder, and with which error."""
+    if isinstance(error, SyntaxError) and error.filename:
+        file, line, what = error.filename, error.lineno, error.msg
+    else:
+        # The first two frames are this module's and that of `import_module`; others of the import have no files.
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)[2:] if frame.filename[:1] != "<"]
+        if not frames:
+            return f"{type(error).__name__}: {first_line(error)}"
+        folder = os.path.dirname(frames[0].filename)
+        last = [frame for frame in frames if frame.filename.startswith(folder)][-1]
+        file, line, what = last.filename, last.lineno, first_line(error)
+    return f"{file}, line {line}: {type(error).__name__}: {what}"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -32,8 +32,9 @@ from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.files.tokenizer_files import PREPROCESSOR, PROCESSOR, TOKENIZER, tokenizer_files_in
+from moe_jax.files.tokenizer_files import PREPROCESSOR, PROCESSOR, TOKENIZER, by_name, tokenizer_files_in
 from moe_jax.model_io.lineage import OLD_GPTQ, SETTINGS, read_lineage
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import VisionConfig
 from moe_jax.models.serialize import FORMAT
 
@@ -207,9 +208,8 @@ class HuggingFaceDirectory(CheckpointSource):
         places += [] if tower is None else [(None, tower, name) for _, _, name in places]
         for held, folder, name in places:
             with contextlib.suppress(FileNotFoundError):
-                keys = read_json_object(folder / name, inside=held)
-                keys = keys.get("image_processor", keys if name == PREPROCESSOR else None)
-                if isinstance(keys, Mapping):
+                keys = _of_pictures(name, read_json_object(folder / name, inside=held))
+                if keys is not None:
                     return keys
         return None
 
@@ -299,6 +299,20 @@ class HuggingFaceDirectory(CheckpointSource):
 
     def _check_in_place(self) -> None:
         self._held.check_in_place()
+
+
+def processing_keys_of(source: ModelSource) -> Mapping[str, Any] | None:
+    """Returns how pictures are processed, by the files that a model of any kind came with; None: nothing says it."""
+    if isinstance(source, HuggingFaceDirectory):
+        return source.processing_keys()
+    files = by_name(source.tokenizer_files)
+    found = (_of_pictures(name, read_json_object(files[name])) for name in (PREPROCESSOR, PROCESSOR) if name in files)
+    return next((keys for keys in found if keys is not None), None)
+
+
+def _of_pictures(name: str, content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    keys = content.get("image_processor", content if name == PREPROCESSOR else None)
+    return keys if isinstance(keys, Mapping) else None
 
 
 def completed_config(data: Mapping[str, Any], elsewhere: Elsewhere, tensors: Collection[str]) -> Mapping[str, Any]:

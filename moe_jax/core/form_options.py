@@ -129,6 +129,8 @@ class SparseOptions(ResidualOptions, FormOptions):
     def check_size(cls, *, keep: float | None, bits: int | None, **codes: Any) -> None:
         del codes
         check_keep(keep)
+        if keep is not None and 1.0 - keep == 1.0:  # as a rate
+            raise InputError(f"keep={keep:g} is too little to be told from nothing; give at least 1e-15")
         if bits is not None and bits not in VALUE_BITS:
             raise InputError(f"bits={bits} of kept entries must be one of {', '.join(map(str, VALUE_BITS))}")
 

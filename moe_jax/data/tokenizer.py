@@ -280,19 +280,32 @@ class Tokenizer:
         return Document(*self._scored(example, *self._encoded(example.text)))
 
     def _with_pictures(self, example: Example) -> Document:
-        """Returns a document in which as many tokens stand for a picture as it has features; none is scored."""
+        """Returns a document in which as many tokens stand for a picture as it has features.
+
+        None of them is scored, nor what frames a picture: a model is given these tokens, and never writes them.
+        """
         ids, scored = self._scored(example, *self._encoded_around_pictures(example.text))
         stand = ids == self._picture
         try:
             check_places(len(example.pictures), int(stand.sum()), "what the chat template writes")
         except InputError as error:
             raise BadDocument(f"{example.pictures[0].where}: {error}") from None
+        scored = np.where(self._of_pictures(ids, stand), np.float32(0), scored)
         times = np.where(stand, self.per_picture, 1)
         stand, ids, scored = (np.repeat(array, times) for array in (stand, ids, scored))
         slots = np.where(stand, np.cumsum(stand), 0).astype(np.int32)
         # Without a token of its own, any does: its embedding is not used.
-        ids, scored = np.maximum(ids, 0), np.where(stand, np.float32(0), scored)
-        return Document(ids, scored, slots, example.pictures)
+        return Document(np.maximum(ids, 0), scored, slots, example.pictures)
+
+    def _of_pictures(self, ids: np.ndarray, stand: np.ndarray) -> np.ndarray:
+        """Returns which tokens stand for pictures or frame them; `stand` says which do the first."""
+        found = stand.copy()
+        before, after = (self._encoded(one).ids for one in self._frame)
+        for place in np.flatnonzero(stand).tolist():
+            for begin, frame in ((place - len(before), before), (place + 1, after)):
+                if begin >= 0 and np.array_equal(ids[begin : begin + len(frame)], frame):
+                    found[begin : begin + len(frame)] = True
+        return found
 
     def _encoded_around_pictures(self, text: str) -> Encoded:
         """Returns tokens with one for every picture: the model's own, or else -1, with the text between apart.

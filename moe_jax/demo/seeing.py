@@ -9,7 +9,7 @@ from typing import Any
 from moe_jax.api.generate import continue_prompts, prompt_ids, with_pictures_apart
 from moe_jax.api.model import Loading, Model
 from moe_jax.api.open_source import open_source
-from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.conversion.hugging_face_dir import processing_keys_of
 from moe_jax.core.errors import InputError
 from moe_jax.demo.comparison import stored_bytes
 from moe_jax.demo.folder import Steps, check_folder, is_number, open_folder
@@ -146,7 +146,7 @@ def _check_eye(model: Path, tower: Path) -> None:
             f"--tower {tower} is a {source.config.family!r} model; expected an image encoder: DINOv2, CLIP"
         )
     source.specs()  # says which weights are missing
-    preprocessor = source.processing_keys() if isinstance(source, HuggingFaceDirectory) else None
+    preprocessor = processing_keys_of(source)
     seeing_config(open_source(model).config, source.config, AttachSpec(tower=tower, **EYE), preprocessor=preprocessor)
 
 

@@ -39,7 +39,8 @@ class BoundedFolder:
           note: called with a remark, once if the folder cannot be written to, and once if it is full.
         """
         self._folder, self._suffix, self._max_bytes, self._note = folder, suffix, max_bytes, note
-        self._added, self._said, self._said_full = 0, False, False
+        # The first array is measured: runs that each add less than is measured after would fill the folder together.
+        self._added, self._said, self._said_full = max_bytes, False, False
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -265,12 +265,14 @@ class GrowingObjects:
 
     def __init__(self, objects: Objects, name: str, lines: Iterable[str]):
         self._objects, self._name = objects, name
-        self._part, self._text, self._changed = 0, "", False
+        # What is there of earlier lines is replaced, also by none.
+        self._part, self._text, self._changed = 0, "", objects.generation(name) is not None
         for line in lines:
             self._add(line)
         self.flush()
         later = (part_name(name, number) for number in itertools.count(self._part + 1))
-        for part in itertools.takewhile(lambda part: objects.generation(part) is not None, later):
+        # The last first: behind a gap that a kill leaves, none would be found, until new lines had filled it.
+        for part in reversed([*itertools.takewhile(lambda part: objects.generation(part) is not None, later)]):
             objects.remove(part)
         self._written = time.monotonic()
 

@@ -334,9 +334,11 @@ class Workplace(Work):
 
     def complete(self) -> None:
         """Makes the folder the target; raises `InputError` if something has appeared there."""
-        (self.folder / _JOB).unlink()
         if (self.folder / _NOTES).exists():
             (self.folder / _NOTES).remove_tree()
+        # Until the job's name is gone, which is last and after the long wait, the same command goes on from here.
+        self.folder.sync()
+        (self.folder / _JOB).unlink()
         rename_durably(self.folder, self._target)
         self._completed = True
 

@@ -130,10 +130,11 @@ def pixels_of(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) 
     if processing.shortest is None:
         return _resized(picture, (height, width), processing.resample)
     full = _in_proportion(picture.shape[:2], processing.shortest)
-    if full[0] * full[1] <= _MOST_WHOLE or full[0] < height or full[1] < width:
+    if full[0] * full[1] <= _MOST_WHOLE:
         return _middle(_resized(picture, full, processing.resample), height, width)
-    top, left = (full[0] - height) // 2, (full[1] - width) // 2
-    return enlarged_part(picture, full, top, left, height, width, processing.resample)
+    top, left = max(0, (full[0] - height) // 2), max(0, (full[1] - width) // 2)
+    rows, columns = min(height, full[0]), min(width, full[1])
+    return _middle(enlarged_part(picture, full, top, left, rows, columns, processing.resample), height, width)
 
 
 def _square(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) -> UInt8[np.ndarray, "L L 3"]:

@@ -60,25 +60,39 @@ def enlarged_part(
       name: of the filter, one of `FILTERS`.
     """
     assert size[0] >= picture.shape[0] and size[1] >= picture.shape[1], "only for pictures that become larger"
-    across = _pass(picture.swapaxes(0, 1), size[1], left, columns, FILTERS[name]).swapaxes(0, 1)
-    return _pass(across, size[0], top, rows, FILTERS[name])
+    kind, height = FILTERS[name], len(picture)
+    # Of a long picture only the lines that the second pass reads are widened by the first.
+    begin, end = 0, height
+    if rows:
+        begin, end = _reach(height, size[0], top, kind)[0], _reach(height, size[0], top + rows - 1, kind)[1]
+    needed = picture[begin:end].swapaxes(0, 1)
+    across = _pass(needed, len(needed), 0, size[1], left, columns, kind).swapaxes(0, 1)
+    return _pass(across, height, begin, size[0], top, rows, kind)
+
+
+def _reach(lines: int, out: int, index: int, kind: Filter) -> tuple[int, int]:
+    """Returns which of so many lines, from the first to before the last, make line `index` of `out`."""
+    if out == lines:  # Pillow leaves out a pass that changes nothing
+        return index, index + 1
+    center = (index + 0.5) * (lines / out)
+    return max(int(center - kind.support + 0.5), 0), min(int(center + kind.support + 0.5), lines)
 
 
 def _pass(
-    lines: UInt8[np.ndarray, "N M 3"], out: int, start: int, count: int, kind: Filter
+    part: UInt8[np.ndarray, "N M 3"], lines: int, begin: int, out: int, start: int, count: int, kind: Filter
 ) -> UInt8[np.ndarray, "R M 3"]:
-    """Enlarges the first axis to `out`, and returns `count` lines of it from `start` on."""
-    if out == len(lines):  # Pillow leaves out a pass that changes nothing
-        return lines[start : start + count]
-    scale = len(lines) / out
-    made = np.empty((count, *lines.shape[1:]), np.uint8)
+    """Enlarges the first axis from `lines`, of which `part` has those from `begin` on, to `out`.
+
+    Returns `count` lines of it from `start` on.
+    """
+    if out == lines:
+        return part[start - begin : start - begin + count]
+    made = np.empty((count, *part.shape[1:]), np.uint8)
     for index in range(count):
-        center = (start + index + 0.5) * scale
-        first = max(int(center - kind.support + 0.5), 0)
-        last = min(int(center + kind.support + 0.5), len(lines))
-        weights = kind.weight(np.arange(first, last) - center + 0.5)
+        first, last = _reach(lines, out, start + index, kind)
+        weights = kind.weight(np.arange(first, last) - (start + index + 0.5) * (lines / out) + 0.5)
         fixed = _fixed(weights / _sum(weights))
-        total = np.tensordot(fixed, lines[first:last].astype(np.int64), 1) + (1 << (_BITS - 1))
+        total = np.tensordot(fixed, part[first - begin : last - begin].astype(np.int64), 1) + (1 << (_BITS - 1))
         made[index] = np.clip(total >> _BITS, 0, 255)
     return made
 

@@ -88,6 +88,19 @@ class FrozenTower:
         """Number and width of the features of a picture."""
         return shape_of_features(self.config)
 
+    def is_of(self, other: ModelSource) -> bool:
+        """Returns whether another model's own tower gives these features, if it is read in the dtypes of this one.
+
+        How pictures become pixels is not compared. Raises `InputError` as `load_vision`.
+        """
+        ours = self.config.tower
+        dtypes = {path_name(path): str(leaf.dtype) for path, leaf in jax.tree_util.tree_leaves_with_path(self._state)}
+        how = {"compute_dtype": str(self.dtype), "mesh": self._mesh}
+        vision = load_vision(other, param_dtype=lambda path: dtypes.get(path), **how)
+        tower = dataclasses.replace(vision.config.tower, dtype=ours.dtype)
+        vision.config = dataclasses.replace(vision.config, tower=tower)
+        return tower_fingerprint(other.config, vision, platform=self._device.platform) == self.fingerprint
+
     def keep_in(
         self,
         folder: Path,

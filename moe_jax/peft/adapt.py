@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_jax.checks.step0 import Probe, ProbeText, Step0, TextComparison
 from moe_jax.core.draws import draw_factor, draw_router, stream
-from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
@@ -31,7 +31,8 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
     """Returns `config` with new adapters in every layer that can have them, over a frozen base.
 
     Raises:
-      InputError: if the options contradict each other or do not fit the model; all problems are listed.
+      InputError: if the options contradict each other or do not fit the model, or the rank is above all that the
+        adapters could have; all problems are listed.
     """
     config.check_no_further("adapt")
     config = as_base(config)
@@ -45,7 +46,22 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
             # Equal layers have equal problems, so one of them is checked.
             raise InputError(f"--method {spec.method}: {error}") from None
     adapted = dataclasses.replace(config, layers=tuple(layers), frozen_base=True)
+    if adapter.activation == "none":  # what is linear has no higher rank than the map that it is added to
+        _check_rank(adapted, adapter.rank)
     return with_nf4(adapted, True) if spec.base == "nf4" else adapted
+
+
+def _check_rank(adapted: ModelConfig, rank: int) -> None:
+    specs, most = leaf_specs(adapted), 0
+    for path in specs:
+        for first, second in (("/lora/a", "/lora/b"), ("/adapters/down", "/adapters/up")):
+            if path.endswith(first):
+                most = max(most, min(specs[path].shape[-2], specs[path.removesuffix(first) + second].shape[-1]))
+    if rank > most:
+        raise InputError(
+            f"--adapter lora:{shown(rank)}: no map that gets an adapter has a rank above {most:,}, the shorter side of "
+            f"its matrix; take lora:{most} or less"
+        )
 
 
 def parse_adapter(spec: AdaptSpec) -> AdapterConfig:

@@ -13,6 +13,7 @@ from jaxtyping import Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import local_rows, place
+from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
@@ -20,7 +21,15 @@ from moe_jax.nn.inputs import PICTURES
 from moe_jax.nn.projector import shape_of_features, tokens_per_picture
 from moe_jax.training.loop import Diverged, divergence
 from moe_jax.training.metrics import Record, is_finite, to_record
-from moe_jax.training.program import check_tower_is_frozen, first_state, initial_states, load_teacher, make_program
+from moe_jax.training.program import (
+    check_pictures_of_teacher,
+    check_tower_is_frozen,
+    check_tower_of_teacher,
+    first_state,
+    initial_states,
+    load_teacher,
+    make_program,
+)
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.train_state import averaged_params
 
@@ -68,12 +77,15 @@ def train_on_batches(
     with jax.set_mesh(program.mesh):
         params, frozen = initial_states(program, recipe, source)
         state, pending = first_state(program, params), None
-        taught = () if teacher is None else (load_teacher(program, teacher),)
+        taught, unchecked = () if teacher is None else (load_teacher(program, teacher),), teacher
         # No batch is taken from the iterator that is not used.
         for step, batch in enumerate(itertools.islice(batches, recipe.train.steps), start=1):
             arrays = read_batch(batch, source.config)
             if "features" in arrays:
                 check_tower_is_frozen(program.trainable)
+                if unchecked is not None:
+                    _check_features_teach(recipe, source, unchecked)
+                    unchecked = None
             if (found := len(arrays["tokens"])) != size:
                 raise InputError(f"batch {step} has {found} rows, expected train.batch_size = {size}")
             placed = place({name: array[rows] for name, array in arrays.items()}, rows, program.mesh, size)
@@ -88,6 +100,13 @@ def train_on_batches(
     model = nnx.merge(program.graphdef, params, frozen)
     model.config = dataclasses.replace(recipe.moe.applied(source.config), dtype=recipe.model.param_dtype)
     return model, last
+
+
+def _check_features_teach(recipe: Recipe, source: ModelSource, teacher: ModelSource) -> None:
+    """Raises `InputError` if a teacher takes pictures otherwise than the features that the model's tower makes."""
+    check_pictures_of_teacher(recipe, source.config, teacher.config, features=True)
+    tower = FrozenTower(source, param_dtype=recipe.model.frozen_dtype, compute_dtype=recipe.model.compute_dtype)
+    check_tower_of_teacher(tower, teacher)
 
 
 def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:

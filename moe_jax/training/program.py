@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.packing import check_room, stack_pairs
+from moe_jax.data.pictures.picture_loading import picture_processing
 from moe_jax.data.sections import input_length
 from moe_jax.distributed.sharding import (
     batch_sharding,
@@ -26,6 +27,7 @@ from moe_jax.distributed.sharding import (
     state_shardings,
 )
 from moe_jax.experts import set_exchange
+from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.loading import FURTHER, TOWER, abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -129,6 +131,7 @@ def make_program(
     assert (teacher is None) == (recipe.distill is None), "the teacher is the recipe's"
     if teacher is not None:
         check_teacher(config, teacher)
+        check_pictures_of_teacher(recipe, config, teacher, features=features)
     mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
     config = dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.param_dtype)
@@ -204,6 +207,41 @@ def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:
         raise InputError(
             f"distill.teacher has a vocabulary of {teacher.num_outputs:,} tokens, the model one of "
             f"{config.num_outputs:,}; a teacher needs the same vocabulary"
+        )
+
+
+def check_pictures_of_teacher(recipe: Recipe, config: ModelConfig, teacher: ModelConfig, *, features: bool) -> None:
+    """Raises `InputError` unless a teacher sees the pictures of a model's batches as it would see them by itself.
+
+    Pixels are normalised by each model in its own way; `features` in their place have that of the model in them. The
+    weights of towers are not compared here (`FrozenTower.is_of`).
+    """
+    if config.vision is None or teacher.vision is None:  # a batch without pictures goes well with both
+        return
+    counts = [tokens_per_picture(one.vision, one.d_model) for one in (teacher, config) if one.vision is not None]
+    if counts[0] != counts[1]:
+        raise InputError(
+            f"distill.teacher makes {counts[0]:,} tokens of a picture, the model {counts[1]:,}; a teacher needs as many"
+        )
+    theirs, ours = teacher.vision.processing, picture_processing(recipe.data, config)
+    names = ["size", "shortest", "pad", "resample"]
+    names += ["rescale", "mean", "std"] if features else ["mean"] if ours.pad else []  # what is padded has the mean
+    for name in names:
+        if getattr(theirs, name) != getattr(ours, name):
+            raise InputError(
+                f"distill.teacher takes pictures with {name} = {getattr(theirs, name)}, and the model is given them "
+                f"with {name} = {getattr(ours, name)}"
+                f"{' (data.image_aspect)' if name == 'pad' and recipe.data.image_aspect else ''}; a teacher needs the "
+                "same pictures"
+            )
+
+
+def check_tower_of_teacher(tower: FrozenTower, teacher: ModelSource) -> None:
+    """Raises `InputError` if a teacher that sees has another tower than the one whose features are in its batches."""
+    if teacher.config.vision is not None and not tower.is_of(teacher):
+        raise InputError(
+            "features of pictures are made by the model's tower, and distill.teacher has another tower; give pixels "
+            "(no data.feature_cache), so that each looks at the pictures itself"
         )
 
 

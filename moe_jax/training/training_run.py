@@ -38,6 +38,7 @@ from moe_jax.training.loop import Loop
 from moe_jax.training.metrics import NO_TENSORBOARD, WANDB_ID, has_tensorboard, import_wandb, read_metrics
 from moe_jax.training.program import (
     Program,
+    check_tower_of_teacher,
     completed_state,
     first_state,
     initial_states,
@@ -221,6 +222,8 @@ def _train(
         notes.append(line) if not is_running else _say(console, line)
 
     tower = _frozen_tower(recipe, source, note)
+    if tower is not None and teacher is not None:
+        check_tower_of_teacher(tower, teacher)
     batches = open_batches(recipe, config, mesh, tokenizer_files=[tokenizer], tower=tower, note=note)
     held_out, evaluator, eval_len = None, None, recipe.data.seq_len
     if recipe.eval is not None:

@@ -228,6 +228,15 @@ def test_signals_say_and_do_the_same(convert, capsys, name):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
+def test_an_interruption_before_a_command_begins_is_a_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_imports_of", lambda arguments: signal.raise_signal(signal.SIGTERM))
+    assert cli.main(["convert", "a"]) == 143
+    assert capsys.readouterr().err == "moe-jax: interrupted by SIGTERM\n"
+    # What takes long to import is imported there, and not with the program.
+    code = "import sys, moe_jax.commands.cli\nassert not {'numpy', 'tyro', 'jax'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_an_interrupted_program_ends_without_the_end_of_the_interpreter(convert, monkeypatch, capsys):
     ended = []
     monkeypatch.setattr(sys, "argv", ["moe-jax", "convert", "a"])

@@ -86,6 +86,7 @@ def test_commands_in_this_process_start_nothing(system, capsys):
         (["train", "a.toml"], True),
         (["serve", "a"], True),
         (["plan", "a.toml", "--train"], True),
+        (["plan", "--train=a.toml"], True),
         (["plan", "a.toml"], False),
         (["inspect", "a", "--train"], False),
         ([], False),

@@ -55,6 +55,12 @@ def test_what_was_not_used_for_longest_goes_and_others_files_stay(tmp_path):
     assert "large" not in folder.keys() and len(folder.keys()) == 7
 
 
+def test_runs_that_add_little_keep_to_the_bound_together(tmp_path):
+    for seed in range(40):
+        BoundedFolder(tmp_path, ".x", max_bytes=20 * BYTES).keep(str(seed), array(seed))
+    assert len(os.listdir(tmp_path)) <= 20
+
+
 def test_a_folder_that_cannot_be_written_is_read_and_said_once(tmp_path, monkeypatch):
     said, folder = [], BoundedFolder(tmp_path, ".x", max_bytes=10**6)
     folder.keep("a", array(0))

@@ -152,6 +152,23 @@ def test_killed_while_a_directory_is_replaced_one_of_the_two_is_left(tmp_path, m
     assert ((target / "file").read_text(), names(tmp_path)) == expected
 
 
+def test_killed_while_work_is_completed_it_is_not_begun_anew(tmp_path, monkeypatch):
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    for step in ("remove_tree", "sync"):
+        with pytest.raises(KeyboardInterrupt), Workplace(tmp_path / "out", job=1) as work:
+            (work.folder / "file").write_text("whole")
+            work.note("a", 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(type(work.folder), step, kill)
+                work.complete()
+    with Workplace(tmp_path / "out", job=1) as work:
+        assert (work.folder / "file").read_text() == "whole"
+        work.complete()
+    assert names(tmp_path / "out") == ["file"]
+
+
 def test_folders_above_a_target_that_is_refused_are_removed_with_it(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(InputError), Workplace(tmp_path / "there" / "a" / "b" / "out", job=1):

@@ -1,6 +1,7 @@
 """Pixels are those of Transformers' image processors of Pillow, to the bit; configs that are not known are refused."""
 
 import json
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 
 from moe_jax.core.errors import InputError
 from moe_jax.images import processing as module
+from moe_jax.images.decoding import MAX_PIXELS
 from moe_jax.images.normalization import normalized
 from moe_jax.images.processing import ImageProcessing, pixels_of, read_processing, write_processing
 from moe_jax.images.resampling import FILTERS, enlarged_part
@@ -110,12 +112,25 @@ def test_llavas_processor_pads_as_its_file_says(name):
         read_processing(keys | {"image_processor_type": "IdeficsImageProcessor"})
 
 
-def test_a_long_picture_is_enlarged_in_its_middle_alone(monkeypatch):
-    processing, given = processing_of(PROCESSORS["clip"]), picture(1, 4000)
+@pytest.mark.parametrize("sides", [(1, 4000), (4000, 1), (2, 4001)])
+@pytest.mark.parametrize("name", ["clip", "framed"])
+def test_a_long_picture_is_enlarged_in_its_middle_alone(name, sides, monkeypatch):
+    processing, given = processing_of(PROCESSORS[name]), picture(*sides)
     expected = pixels_of(given, processing)
     monkeypatch.setattr(module, "_MOST_WHOLE", 1000)
     monkeypatch.setattr(module, "_resized", None)
     np.testing.assert_array_equal(pixels_of(given, processing), expected)
+
+
+@pytest.mark.parametrize("sides", [(1, MAX_PIXELS), (MAX_PIXELS, 1)])
+def test_the_longest_picture_takes_little_memory(sides):
+    given = np.broadcast_to(np.uint8(9), (*sides, 3))  # one byte
+    tracemalloc.start()
+    try:
+        assert pixels_of(given, processing_of(PROCESSORS["framed"])).max() == 9
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.loading import load_model
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.moe_models import MemorySource
-from tests.support.seeing_models import FEATURES, pictures, seeing
+from tests.support.seeing_models import FEATURES, pictures, seeing, tower_config
 
 CONFIG = seeing(dense_config(num_layers=1))
 LEAVES = random_leaves(CONFIG)
@@ -128,6 +128,17 @@ def test_the_fingerprint_is_of_what_features_depend_on():
     given = [{"config": looking(features=(-3,))}, {"config": looking(drop_first=0)}, {"compute_dtype": "bfloat16"}]
     assert len({own, *(fingerprint(**one) for one in [*given, {"param_dtype": "bfloat16"}])}) == 5
     assert fingerprint(config=looking(features=(2,))) == own  # the same hidden state
+
+
+def test_another_model_has_the_same_tower_whatever_else_it_has():
+    one, kernel = tower(), "vision/tower/layers/0/mlp/up/kernel"
+    stored = {path: leaf.astype(jnp.bfloat16) for path, leaf in LEAVES.items()}
+    rough = FrozenTower(MemorySource(CONFIG, stored))
+    assert one.is_of(MemorySource(CONFIG, changed("vision/projector/0/kernel")))
+    assert rough.is_of(MemorySource(CONFIG, LEAVES)) and not one.is_of(MemorySource(CONFIG, stored))
+    assert not one.is_of(MemorySource(CONFIG, changed(kernel)))
+    smaller = seeing(dense_config(num_layers=1), tower=tower_config(layers=2))
+    assert not one.is_of(MemorySource(smaller, random_leaves(smaller)))
 
 
 def test_a_batch_gets_features_in_place_of_pixels(features):

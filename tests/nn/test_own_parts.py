@@ -363,5 +363,24 @@ def test_a_module_that_cannot_be_imported_is_an_error_of_one_line(name, capsys):
     assert error.count("\n") == 1 and "--import" in error
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\ndef f(:\n", "line 2: SyntaxError"),
+        ("import json\njson.loads('{')\n", "line 2: JSONDecodeError"),
+        ("import no_such_module\n", "line 1: ModuleNotFoundError"),
+        ("open('absent')", "line 1: FileNotFoundError"),
+        ("\0", "SyntaxError"),
+    ],
+)
+def test_a_mistake_in_a_module_is_one_line_that_says_where(text, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad_part.py").write_text(text)
+    assert cli.main(["--import", "bad_part", "inspect", "model"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--import bad_part: " in error and said in error
+    assert str(tmp_path) not in sys.path and "bad_part" not in sys.modules
+
+
 def test_a_module_is_named():
     assert cli.main(["--import"]) == 2

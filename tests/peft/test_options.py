@@ -130,6 +130,22 @@ def test_what_makes_no_sense_is_refused(config, options, messages):
         assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "most"),
+    [
+        ("lora", {"targets": ("q", "router")}, MIXED.d_model),  # what is too much for the router is not for q
+        ("lora", {"targets": ("router",)}, FULL.num_experts),
+        ("perft-s", {}, MIXED.d_model),
+    ],
+)
+def test_a_rank_above_those_of_all_maps_is_refused(method, options, most):
+    assert adapted(MIXED, method, f"lora:{most}", **options).frozen_base
+    with pytest.raises(InputError, match=f"lora:{most} or less"):
+        adapted(MIXED, method, f"lora:{most + 1}", **options)
+    if method != "lora":
+        assert adapted(MIXED, method, f"parallel:{most + 1}", **options).frozen_base
+
+
 @pytest.mark.parametrize("method", ["perft-s", "lora"])
 def test_a_model_with_adapters_is_not_adapted_again(method):
     options = {"targets": ("k",)} if method == "lora" else {}

@@ -110,6 +110,8 @@ def test_pictures_are_padded_and_resized_or_as_the_encoder_says(dinov2, tmp_path
     (dinov2 / "preprocessor_config.json").write_text(json.dumps(said))
     read = attached(dinov2, size=None, projector="linear").config.vision.processing
     assert (read.size, read.shortest, read.mean) == ((12, 12), 20, (0.1, 0.2, 0.3))
+    moe_jax.convert(dinov2, tmp_path / "converted")
+    assert attached(tmp_path / "converted", size=None, projector="linear").config.vision.processing == read
     larger = attached(dinov2, size=24, projector="pool:3,linear").config.vision.processing
     assert (larger.size, larger.mean) == ((24, 24), (0.1, 0.2, 0.3))
 

@@ -1,5 +1,6 @@
 """Features in the place of pixels: the same model, the same training, with the tower left out."""
 
+import dataclasses
 import types
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.sections import DataSection
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.images.feature_cache import digest_of
 from moe_jax.model_io.frozen_tower import FrozenTower
@@ -16,8 +18,15 @@ from moe_jax.model_io.in_memory import DecoderLeaves, ModelInMemory
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn import Decoder
 from moe_jax.training.in_memory_training import read_batch, train_on_batches
-from moe_jax.training.program import abstract_batch, draw_model, make_program
-from moe_jax.training.recipe import MeshSection, ModelSection, OptimizerSection, PartitionSection, TrainSection
+from moe_jax.training.program import abstract_batch, check_pictures_of_teacher, draw_model, make_program
+from moe_jax.training.recipe import (
+    DistillSection,
+    MeshSection,
+    ModelSection,
+    OptimizerSection,
+    PartitionSection,
+    TrainSection,
+)
 from tests.support.dense_models import random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import logits_of
@@ -137,6 +146,48 @@ def test_a_call_takes_pixels_or_features_with_slots():
     blind = Decoder(config_of(FFNConfig(dim=32)), rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match="takes no pictures"):
         blind(tokens, slots=slots, **FEATURES_OF)
+
+
+def distilling(**sections):
+    section = DistillSection(teacher="teacher")
+    return recipe_of(distill=section, partition=PartitionSection(train=(".*/router/.*",)), seq_len=LENGTH, **sections)
+
+
+def test_a_teacher_sees_the_pictures_of_the_model():
+    def refused(teacher, *, aspect=None, features=False):
+        recipe = dataclasses.replace(distilling(), data=DataSection(seq_len=LENGTH, image_aspect=aspect))
+        try:
+            check_pictures_of_teacher(recipe, CONFIG, teacher, features=features)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    def processed(**changes):
+        processing = dataclasses.replace(CONFIG.vision.processing, **changes)
+        return dataclasses.replace(CONFIG, vision=dataclasses.replace(CONFIG.vision, processing=processing))
+
+    blind, finer = dataclasses.replace(CONFIG, vision=None), seeing(CONFIG, tower=tower_config(patch=2))
+    assert not refused(CONFIG) and not refused(CONFIG, features=True) and not refused(blind)
+    assert "36 tokens of a picture" in refused(finer)
+    with pytest.raises(InputError, match="36 tokens"):
+        make_program(distilling(), CONFIG, jax.devices()[:1], teacher=finer)
+    for changes in ({"shortest": 14}, {"resample": "bilinear"}, {"pad": True}):
+        assert next(iter(changes)) in refused(processed(**changes))
+    assert "data.image_aspect" in refused(CONFIG, aspect="pad") and not refused(processed(pad=True), aspect="pad")
+    # Each normalises pixels in its own way; features are made with one of them, and so is what is padded.
+    whiter = {"mean": (0.9, 0.9, 0.9)}
+    assert not refused(processed(**whiter)) and "mean" in refused(processed(**whiter), features=True)
+    assert "mean" in refused(processed(**whiter, pad=True), aspect="pad")
+
+
+def test_features_of_the_model_are_no_other_tower_s(tower):
+    kernel = "vision/tower/layers/0/mlp/up/kernel"
+    leaves = dict(SOURCE.leaves) | {kernel: SOURCE.leaves[kernel] * 2}
+    with pytest.raises(InputError, match="another tower"):
+        train_on_batches(
+            distilling(), SOURCE, [batch_of(tower=tower)], devices=jax.devices()[:1],
+            teacher=MemorySource(CONFIG, leaves),
+        )  # fmt: skip
 
 
 @long

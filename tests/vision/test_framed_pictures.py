@@ -70,3 +70,12 @@ def test_what_is_scored_does_not_move(framed):
     (made,), (other,) = tokenizer.documents([example]), plain.documents([example])
     assert made.scored.sum() == other.scored.sum() == 4
     assert np.array_equal(made.ids[made.scored > 0], list(b" yes"))
+
+
+def test_what_frames_a_picture_is_not_scored(framed):
+    kind, tokenizer, _ = framed
+    (before, after), own = KINDS[kind]
+    for text in ("<image>cap", f"{before}{own}{after}cap", f"a{own}<image>cap"):
+        pictures = (ANY_PICTURE,) * (1 + text.startswith("a"))
+        (made,) = tokenizer.documents([Example(text, begins=False, ends=False, pictures=pictures)])
+        assert bytes(made.ids[made.scored > 0].astype(np.uint8)) == text.encode()[: len(pictures) - 1] + b"cap"

@@ -215,5 +215,21 @@ def test_lines_that_grow(bucket, monkeypatch):
     assert len(path.read_grown()) < 120  # the last part is not due
     writer.close()
     assert path.read_grown().decode() == "".join(lines) and (path.parent / "metrics.jsonl.3").is_file()
-    path.growing(lines[:5]).close()
-    assert path.read_grown().decode() == "".join(lines[:5])
+    removed, remove = [], path.objects.remove
+
+    def remove_one(name, **options):
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(name)
+        remove(name, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(path.objects, "remove", remove_one)
+        path.growing(lines[:5])
+    writer = path.growing(lines[:5])
+    for line in lines[5:10]:
+        writer.write(line)
+    writer.close()
+    assert path.read_grown().decode() == "".join(lines[:10])
+    path.growing([])
+    assert path.read_grown() == b""
