@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.factorization import truncated_svd
+from moe_jax.compression.coding.factorization import largest_singular_values
 from moe_jax.compression.coding.pruning import mean_shares, prune, squared
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.coding.storage import disk_bytes
@@ -314,7 +314,7 @@ def _factored_errors(
             residuals = [neuron_rows(name, kernel - centres[name]) for name, kernel in expert.items()]
             for part in [np.concatenate(residuals, axis=1)] if design == "concat" else residuals:
                 of_residuals += squared(part)
-                spectra.append(truncated_svd(part, max(of_design.values())).s)
+                spectra.append(largest_singular_values(part, max(of_design.values())))
         for wanted, rank in of_design.items():
             kept = sum(float(np.sum(spectrum[:rank].astype(np.float64) ** 2)) for spectrum in spectra)
             errors[wanted] = max(0.0, of_residuals - kept) / of_kernels

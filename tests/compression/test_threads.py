@@ -2,8 +2,9 @@ import os
 import threading
 
 import pytest
+from threadpoolctl import threadpool_info
 
-from moe_jax.compression.threads import ahead, in_threads
+from moe_jax.compression.threads import ahead, decomposing, in_threads
 
 
 def test_items_come_in_order_and_one_is_made_meanwhile():
@@ -57,3 +58,18 @@ def test_there_are_as_many_threads_as_cores_but_not_too_many(cores, most, expect
         return threading.get_ident()
 
     assert len(set(in_threads(work, range(12), most=most))) == expected
+
+
+def test_small_matrices_are_decomposed_by_one_thread_whoever_else_does():
+    def threads():
+        return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+    before = threads()
+    assert before
+    with decomposing(100):
+        with decomposing(50):
+            assert set(threads()) == {1}
+        assert set(threads()) == {1}  # one that ends leaves the other alone
+    with decomposing(1 << 20):
+        assert threads() == before
+    assert threads() == before

@@ -30,6 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
+from moe_jax.compression.threads import decomposing
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.coding import Encoded
 from moe_jax.functional.codes import SCALE_DTYPE, Grid
@@ -52,7 +53,8 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
         flipped = np.divide(moment[::-1, ::-1], np.float32(level), order="C").astype(dtype, copy=False)
         flipped[np.diag_indices_from(flipped)] += dtype(DAMPING)
         try:  # a symmetric matrix is its own transpose, which lies as LAPACK wants it: nothing is copied
-            upper = scipy.linalg.cholesky(flipped.T, lower=False, overwrite_a=True, check_finite=False)
+            with decomposing(len(flipped)):
+                upper = scipy.linalg.cholesky(flipped.T, lower=False, overwrite_a=True, check_finite=False)
         except scipy.linalg.LinAlgError:
             continue
         return np.multiply(upper.T[::-1, ::-1], np.float32(np.sqrt(level)), dtype=np.float32, order="C")

@@ -24,7 +24,7 @@ from moe_jax.compression.coding.calibrated_codes import (
     scales_of_magnitudes,
     triangular_factor,
 )
-from moe_jax.compression.coding.factorization import joint_factors, truncated_svd
+from moe_jax.compression.coding.factorization import joint_factors, largest_singular_values, truncated_svd
 from moe_jax.compression.coding.half_products import weighed_squares, whitened
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.source_layer import SourceLayer
@@ -123,7 +123,8 @@ class LeastOutputError(_Quantizing):
     def spectrum(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[Float[np.ndarray, " r"], float]:
         """Squares of these numbers are what each of the best `factors` takes from the error; and all that there is."""
         of_outputs = np.asarray(whitened(self._factor, matrix))
-        return truncated_svd(of_outputs, rank).s, float(np.sum(np.square(of_outputs), dtype=np.float64))
+        values = largest_singular_values(of_outputs, rank)
+        return values, float(np.sum(np.square(of_outputs), dtype=np.float64))
 
     def _row_scales(self, values: np.ndarray, options: dict[str, Any]) -> Float[np.ndarray, " i"]:
         def coded(values: np.ndarray, rows: np.ndarray) -> np.ndarray:

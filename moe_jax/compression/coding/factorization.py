@@ -37,6 +37,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.compression.coding.calibrated_codes import DAMPING, triangular_factor
+from moe_jax.compression.threads import decomposing
 
 # Up to this size of the smaller side, and where a subspace would be nearly as large, nothing is approximated.
 EXACT_UP_TO = 1024
@@ -70,13 +71,32 @@ def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
     if matrix.shape[0] > matrix.shape[1]:
         u, s, v = truncated_svd(matrix.T, rank)
         return TruncatedSVD(v, s, u)
+    basis, products = _within_subspace(matrix, rank)
+    vectors, values = _largest_eigenvectors(products, rank)
+    return _decomposition(vectors if basis is None else basis @ vectors, products.T @ vectors, values)
+
+
+def largest_singular_values(matrix: Float[np.ndarray, "i o"], rank: int) -> Float[np.ndarray, " r"]:
+    """The values of `truncated_svd`, descending: to find the vectors, too, takes three times as long."""
+    matrix = np.asarray(matrix, np.float32)
+    _, products = _within_subspace(matrix.T if matrix.shape[0] > matrix.shape[1] else matrix, rank)
+    # All of them: LAPACK looks for some by bisection, which takes longer.
+    with decomposing(len(products)):
+        squares = scipy.linalg.eigh(
+            _gram(products), eigvals_only=True, overwrite_a=True, check_finite=False, driver="ev"
+        )
+    return _values(squares[len(squares) - rank :])
+
+
+def _within_subspace(matrix: Float[np.ndarray, "i o"], rank: int) -> tuple[np.ndarray | None, np.ndarray]:
+    """A basis Q [i, n] of columns that hold the largest singular vectors of a wide matrix A, and Q^T A [n, o].
+
+    None for Q: the matrix is small enough to be decomposed as it is.
+    """
     size = _SUBSPACE * rank + _MORE
     if len(matrix) <= max(EXACT_UP_TO, size):
-        vectors, values = _largest_eigenvectors(matrix, rank)
-        return _decomposition(vectors, matrix.T @ vectors, values)
-    basis, products = _krylov_basis(matrix, size, math.ceil(rank / _BLOCKS))
-    vectors, values = _largest_eigenvectors(products, rank)
-    return _decomposition(basis @ vectors, products.T @ vectors, values)
+        return None, matrix
+    return _krylov_basis(matrix, size, math.ceil(rank / _BLOCKS))
 
 
 def _decomposition(u: np.ndarray, weighted: np.ndarray, values: np.ndarray) -> TruncatedSVD:
@@ -87,18 +107,27 @@ def _decomposition(u: np.ndarray, weighted: np.ndarray, values: np.ndarray) -> T
 
 
 def _largest_eigenvectors(matrix: Float[np.ndarray, "n o"], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Left singular vectors [n, r] and values [r], float32, from A A^T in float64: squares need twice the digits."""
+    """Left singular vectors [n, r] and values [r], float32."""
+    n = len(matrix)
+    with decomposing(n):
+        squares, vectors = scipy.linalg.eigh(
+            _gram(matrix), subset_by_index=(n - rank, n - 1), overwrite_a=True, check_finite=False, driver="evr"
+        )
+    return vectors[:, ::-1].astype(np.float32), _values(squares)
+
+
+def _gram(matrix: Float[np.ndarray, "n o"]) -> Float[np.ndarray, "n n"]:
+    """A A^T in float64: squares need twice the digits."""
     wide = matrix.astype(np.float64)
-    gram = wide @ wide.T
-    del wide
-    n = len(gram)
-    squares, vectors = scipy.linalg.eigh(
-        gram, subset_by_index=(n - rank, n - 1), overwrite_a=True, check_finite=False, driver="evr"
-    )
+    return wide @ wide.T
+
+
+def _values(squares: Float[np.ndarray, " r"]) -> Float[np.ndarray, " r"]:
+    """Singular values, descending, given their squares, ascending; float32."""
     values = np.sqrt(np.maximum(squares[::-1], 0))
     # What is left of the squares of nothing after rounding.
     values[values < 1e-7 * values[0]] = 0
-    return vectors[:, ::-1].astype(np.float32), values.astype(np.float32)
+    return values.astype(np.float32)
 
 
 def _krylov_basis(matrix: Float[np.ndarray, "i o"], size: int, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -264,7 +293,8 @@ def best_for(problem: Problem, left: Float[Array, "f r"]) -> Fit:
     """The fit with the columns of `left`, made orthonormal."""
     left, weighed_left, into, inner, outer, lost = _products(problem, left)
     inner, outer = np.asarray(inner, np.float64), np.asarray(outer, np.float64)
-    values, vectors = scipy.linalg.eigh(inner, check_finite=False)
+    with decomposing(len(inner)):
+        values, vectors = scipy.linalg.eigh(inner, check_finite=False)
     values = np.maximum(values, DAMPING / (1 + DAMPING))  # what the damping leaves at least, but for rounding
     down = vectors @ (vectors.T @ outer / values[:, None])
     of_down = problem.down_norm - 2 * np.sum(down * outer) + np.sum(down * (inner @ down))
@@ -277,7 +307,8 @@ def _towards_best(problem: Problem, fit: Fit) -> Float[Array, "f r"]:
     shared = fit.down @ fit.down.T
     both = into @ into.T + shared  # for S like the identity
     both[np.diag_indices_from(both)] += 1e-6 * np.trace(both) / len(both)  # so that what R lacks stays as it is
-    shares, basis = scipy.linalg.eigh(shared, both, check_finite=False)
+    with decomposing(len(both)):
+        shares, basis = scipy.linalg.eigh(shared, both, check_finite=False)
     basis, shares, down = (jnp.asarray(array, jnp.float32) for array in (basis, np.clip(shares, 0, 1), fit.down))
     return _conjugate_gradients(problem, fit._replace(down=down), basis, shares)
 

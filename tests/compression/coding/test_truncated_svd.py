@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.compression.coding import factorization as module
-from moe_jax.compression.coding.factorization import truncated_svd
+from moe_jax.compression.coding.factorization import largest_singular_values, truncated_svd
 from tests.support.tiers import one_in
 
 
@@ -26,6 +26,12 @@ def check_orthonormal(found: module.TruncatedSVD) -> None:
     assert (np.diff(found.s) <= 0).all()
 
 
+def check_same_values(matrix: np.ndarray, found: module.TruncatedSVD) -> None:
+    values = largest_singular_values(matrix, len(found.s))
+    assert values.dtype == np.float32
+    np.testing.assert_allclose(values, found.s, rtol=1e-5, atol=1e-6 * found.s[0])
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000), shape=st.tuples(st.integers(1, 30), st.integers(1, 30)), share=st.floats(0.01, 1))
 def test_small_matrices_are_decomposed_as_numpy_does(seed, shape, share):
@@ -36,6 +42,7 @@ def test_small_matrices_are_decomposed_as_numpy_does(seed, shape, share):
     assert {part.dtype for part in found} == {np.dtype(np.float32)}
     np.testing.assert_allclose(found.s, np.linalg.svd(matrix, compute_uv=False)[:rank], rtol=1e-4, atol=1e-5)
     assert error(matrix, found) == pytest.approx(least_error(matrix, rank), rel=1e-4, abs=2e-5)
+    check_same_values(matrix, found)
 
 
 SPECTRA = {
@@ -60,6 +67,7 @@ def test_large_matrices_are_within_a_thousandth_of_the_least_error(name, shape, 
         found = truncated_svd(matrix, rank)
         check_orthonormal(found)
         assert error(matrix, found) <= 1.001 * least_error(matrix, rank)
+        check_same_values(matrix, found)
     again = truncated_svd(matrix, rank)
     assert all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
 
@@ -71,5 +79,6 @@ def test_what_has_the_rank_already_is_found_exactly(shape, monkeypatch):
     matrix = (random.standard_normal((shape[0], 3)) @ random.standard_normal((3, shape[1]))).astype(np.float32)
     found = truncated_svd(matrix, 5)
     assert error(matrix, found) <= 1e-5 * np.linalg.norm(matrix)
+    assert not largest_singular_values(np.zeros(shape, np.float32), 2).any()
     zeros = truncated_svd(np.zeros(shape, np.float32), 2)
     assert not zeros.s.any() and np.isfinite(zeros.u).all() and np.isfinite(zeros.v).all()
