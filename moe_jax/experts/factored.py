@@ -50,6 +50,9 @@ def factored_ffn(
       way: how the deltas are applied; see the module.
     """
     deltas = deltas._replace(biases={name: bias.astype(x.dtype) for name, bias in deltas.biases.items()})
+    # The base is part of every choice: one of no expert has it, too, but for its weight.
+    is_one = (routing.experts >= 0) & (routing.experts < deltas.num_experts)
+    routing = routing._replace(weights=jnp.where(is_one, routing.weights, 0))
     base_down = bases["down"]
     of_base = {name: base(x) for name, base in bases.items() if name != "down" and base is not None}
     local = _side_by_side if way == "side-by-side" else partial(_by_expert, way=way)

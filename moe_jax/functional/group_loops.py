@@ -279,9 +279,9 @@ def by_group_size(
       one_by_one, with_kernels: products of the rows of some groups, as `row_by_row` and `looped_product` return them.
     """
     groups, rows = Groups.of(group_sizes), lhs.shape[0]
-    if rows <= few:
+    if 0 < rows <= few:
         return one_by_one(groups)
-    if rows > MOST_ROWS or group_sizes.shape[0] == 1:
+    if not 0 < rows <= MOST_ROWS or group_sizes.shape[0] == 1:
         return with_kernels(groups)
     is_short = group_sizes <= few
     of_rows = is_short[groups.of_rows(rows)[1]][:, None]

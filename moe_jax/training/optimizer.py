@@ -177,7 +177,8 @@ def _is_never_decayed(path: str) -> bool:
     """Whether the parameter at `path` belongs to a norm, is a bias, or is a number for each channel, head or expert.
 
     Recurrent layers have biases of other names (`rate_bias`, `q_conv_bias`), and rates and skips of heads, which decay
-    would draw towards what means nothing there. Scales of quantised deltas are as many as a kernel's blocks, and stay.
+    would draw towards what means nothing there. Scales of quantised deltas, as many as a kernel has blocks, are decayed
+    as the deltas would be.
     """
     return re.search(r"/((\w+_)?(scale|bias)|log_rate|skip|sinks)$", path) is not None
 

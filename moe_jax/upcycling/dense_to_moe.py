@@ -305,6 +305,8 @@ def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str |
         reasons.append(f"noise {spec.noise:g} on the experts")
     if spec.drop:
         reasons.append(f"share {spec.drop:g} of the experts' neurons drawn anew")
+    if spec.capacity_factor is not None and spec.capacity_rows is None:
+        reasons.append(f"tokens beyond capacity_factor {spec.capacity_factor:g}, which pass layers by")
     if spec.granularity > 1:
         pieces = spec.granularity
         scale = output_scale(spec.weighting, spec.copies * pieces, spec.chosen * pieces, pieces)

@@ -179,7 +179,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     cv_coef: float = 0.0
     """Coefficient in training of XFT's balance loss, the squared coefficients of variation of importance and load."""
     capacity_factor: Annotated[float | None, Shown("X", "no limit")] = None
-    """Bounds the tokens of an expert: to X times the even share of a sequence. Further ones pass the layer by."""
+    """Bounds the tokens of an expert: to X times the even share of a sequence. Further ones pass the layer by. Step 0:
+    so they have not the dense model's logits; the check says how far off they are, and does not fail."""
     capacity_rows: Annotated[int | None, Shown("N", "each sequence")] = None
     """Makes of `capacity_factor` a bound of DeepSpeed's, as in MoE-LLaVA, whose factor is 1.5: of N rows of a batch
     together, those of a device there, padding included, and in training alone."""

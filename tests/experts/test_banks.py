@@ -141,9 +141,10 @@ def gradients_and_output(kind, ffn_kind, reference, strategy="auto"):
 
 
 def draw(rng, tokens, top_k, concentration):
-    """Random tokens and routing; a small concentration leaves experts empty."""
+    """Random tokens and routing; a small concentration leaves experts empty. Some choices are of no expert."""
     shares = rng.dirichlet(np.full(EXPERTS, concentration)) + 1e-9
     experts = np.stack([rng.choice(EXPERTS, top_k, replace=False, p=shares / shares.sum()) for _ in range(tokens)])
+    experts[rng.random(experts.shape) < 0.1] = rng.choice([-1, EXPERTS])
     arrays = rng.standard_normal((tokens, D_MODEL)), rng.random((tokens, top_k)), rng.standard_normal((tokens, D_MODEL))
     x, weights, target = (jnp.asarray(a, jnp.float32) for a in arrays)
     return x, weights, jnp.asarray(experts, jnp.int32), target

@@ -157,18 +157,25 @@ def test_bad_options_of_the_command(options, message, dense_model, tmp_path, fai
 
 
 @one_in(3)
-@pytest.mark.parametrize("options", ["--noise 0.05 --drop 0.5 --universal coder", "--noise 0.05", "--drop 0.5"])
+@pytest.mark.parametrize(
+    "options",
+    ["--noise 0.05 --drop 0.5 --universal coder", "--noise 0.05", "--drop 0.5", "--capacity-factor 0.5"],
+)
 def test_the_command_says_how_far_off_step_0_is(options, dense_model, tmp_path, capsys):
     assert run(dense_model, tmp_path / "moe", "--experts", 3, "--layers", 0, 2, *options.split()) == 0
     assert "as is meant: " in capsys.readouterr().out
     entry = lineage_of(tmp_path / "moe")
     measured = entry["measured"]
     assert measured["step0_max_abs_difference"] > measured["step0_allowed"]
-    assert measured["step0_differs"].startswith("noise 0.05" if "noise" in options else "share 0.5")
+    expected = {
+        "--noise": "noise 0.05",
+        "--drop": "share 0.5",
+        "--capacity-factor": "tokens beyond capacity_factor 0.5",
+    }
     flags = options.split()
-    assert {name.lstrip("-"): str(entry["options"][name.lstrip("-")]) for name in flags[::2]} == dict(
-        zip([name.lstrip("-") for name in flags[::2]], flags[1::2], strict=True)
-    )
+    assert measured["step0_differs"].startswith(expected[flags[0]])
+    names = [name.lstrip("-").replace("-", "_") for name in flags[::2]]
+    assert {name: str(entry["options"][name]) for name in names} == dict(zip(names, flags[1::2], strict=True))
 
 
 @one_in(3)

@@ -31,6 +31,8 @@ def product_in_blocks(
       sums_of: given a row as blocks [g, b], the first column of a tile and its width w, returns the sum of every block
         [g, w].
     """
+    if not len(rows):
+        return jnp.zeros((0, width), rows.dtype)
     number = rows.shape[1] // block
     in_blocks = rows.reshape(-1, number, block)
 
