@@ -181,13 +181,16 @@ def _opened(
         source, stored = RotatedSource(source), RotatedSource(stored)
         base = None if base is None else RotatedSource(base)
     layers = parse_layers(spec.layers, source.config) if isinstance(spec.layers, str) else spec.layers
-    # This would fail anyway, but only after a long calibration.
-    part = methods[0].part
-    if part != "experts" and isinstance(spec, SweepSpec):
+    if isinstance(spec, SweepSpec) and any(method.part != "experts" for method in methods):
         raise InputError("--sweep compares methods on experts: leave --of out")
-    indices = choose_layers(source.config, layers, part=part)
+    if spec.calibrate is None and spec.imatrix is None and not all(getattr(one, "feedback", True) for one in methods):
+        raise InputError("--no-feedback: codes only make up for errors on a text; leave it out, or give --calibrate")
+    # This would fail anyway, but only after a long calibration.
+    indices = choose_layers(source.config, layers, part=methods[0].part)
     calibration, described = None, spec.described(layers)
     if spec.calibrate is not None:
+        if spec.gradients and not indices:
+            raise InputError("--gradients weights what experts are given, and no experts are compressed: leave it out")
         if spec.save_imatrix is not None:  # said now, and not after hours
             if not indices:
                 raise InputError("--save-imatrix keeps what experts are given, and no experts are compressed")

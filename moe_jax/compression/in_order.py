@@ -34,8 +34,14 @@ OnLayer = Callable[[int, LayerFigures, int], None]
 _FIRST, _LAST = "embedding", "head"
 """Names of what belongs to no layer: the embedding, and all else."""
 
-BeginPass = Callable[[ModelSource | None], CodedPass]
-"""Begins the pass over the text, or continues it; given the model with its new embedding, if that is in codes."""
+
+class BeginPass(Protocol):
+    """Begins the pass over the text, or continues it, see `CodedPass`.
+
+    Given the model with its new embedding, if that is in codes, and how many layers are written.
+    """
+
+    def __call__(self, *, embedding: ModelSource | None, written: int) -> CodedPass: ...
 
 
 class TakesLeaves(Protocol):
@@ -116,21 +122,23 @@ class InOrder:
             by_group.setdefault(group, []).append(path)
         order = [_FIRST, *sorted(by_group.keys() - {_FIRST, _LAST}, key=int), _LAST]
         notes, losses = self.writer.notes(order), None
+        known = [group in notes and self.writer.done.issuperset(by_group[group]) for group in order]
         coded: CodedPass | None = None
         embedding: dict[str, np.ndarray] = {}  # in codes, which may be needed again for the head
         for number, group in enumerate(order):
             self.progress(self.doing, number, len(order))
-            known = group in notes and self.writer.done.issuperset(by_group[group])
             # A pass knows less than what is written if it was stopped between the two: the layer is made again.
             is_past = self.begin_pass is None or (coded is not None and group != _LAST and int(group) < coded.next)
-            if not (known and is_past):
+            if not (known[number] and is_past):
                 notes[group], made = self._write_group(group, by_group[group], coded)
                 self.writer.note(group, notes[group])
                 if self.begin_pass is not None:
                     written = SourceWithLeaves(self.source, self.config, embedding | made)
                     if group == _FIRST:
                         embedding = made
-                        coded = self.begin_pass(written if made else None)
+                        # A pass may outlive what was written, and know layers that have to be made again.
+                        count = next(i for i, one in enumerate([*known[1:-1], False]) if not one)
+                        coded = self.begin_pass(embedding=written if made else None, written=count)
                     elif group == _LAST:
                         assert coded is not None
                         losses = Losses(*coded.losses_of(written))

@@ -18,7 +18,7 @@ from moe_jax.experts.forms import Matrix
 from moe_jax.experts.forms.kernel_of_codes import CodedLevels
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.without_codes import config_without_codes
-from moe_jax.models import LinearCodes, ModelConfig, RecurrentConfig
+from moe_jax.models import LayerConfig, LinearCodes, ModelConfig, RecurrentConfig
 from moe_jax.models.linear_codes import EMBED, EMBEDDING, HEAD, HEAD_KERNEL, joined_codes
 
 Part = Literal["attention", "dense", "embedding", "head"]
@@ -109,6 +109,11 @@ def with_codes(config: ModelConfig, codes: Mapping[str, LinearCodes]) -> ModelCo
 
 def _by_path(codes: tuple[LinearCodes, ...]) -> list[tuple[str, LinearCodes]]:
     return [(path, one) for one in codes for path in one.paths]
+
+
+def has_codes_below(layer: LayerConfig, below: str) -> bool:
+    """Returns whether a linear map of a layer is in codes whose path in the layer begins so, such as `mlp/`."""
+    return any(path.startswith(below) for path, _ in _by_path(layer.codes))
 
 
 def check_maps(config: ModelConfig) -> list[LinearMap]:

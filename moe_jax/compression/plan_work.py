@@ -115,7 +115,7 @@ class PlanWork:
             compress_layer=partial(self.compress_layer, plan, analyses),
             maps=[one for one in self.rest.maps if one.path in plan.codes],
             codes=plan.codes,
-            begin_pass=None if rows is None else lambda embedding: CodedPass(self.source, embedding=embedding, **how),
+            begin_pass=None if rows is None else partial(CodedPass, self.source, **how),
             head_moment=partial(moment_of_head, self.source, **how),
             coder_options=self.method.coder_options,
             writer=writer,

@@ -211,7 +211,8 @@ class CompressSpec(TakesCalibrationSeed):
     calibrate: Annotated[CalibrationSources | None, Shown("SOURCE[:WEIGHT],...", read_as=str | None)] = None
     """What the model is run on first: methods that merge experts then know how these are used, all others (but
     sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least. Without
-    it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing.
+    it, all experts and all inputs count alike, and methods that cannot do without (allocate, binary, d2-moe, hc-smoe,
+    reap, ream) are refused.
     A source is a text; a file of JSON or a table, with rows as training data has, for a model that sees with pictures;
     `built-in`, texts, code, mathematics and conversations that come with the library; `self`, what the model itself
     writes; or a TOML file of [[sources]] as in a recipe. Several share the samples by their weights, by default alike:
@@ -226,7 +227,8 @@ class CompressSpec(TakesCalibrationSeed):
     """With `calibrate`: windows of a text, rows of a file, and texts of the model, of all sources together."""
     gradients: bool = False
     """With `calibrate`: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
-    them; otherwise all alike. The pass over the text then also runs backwards."""
+    them; otherwise all alike. For experts alone: with --of model, all tokens count alike for everything else. The pass
+    over the text then also runs backwards."""
     calibration_dir: Annotated[
         str | os.PathLike[str] | None, Shown("DIR", "MODEL.calibration, if that can be written", Path | None)
     ] = None

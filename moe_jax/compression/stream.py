@@ -17,7 +17,7 @@ from moe_jax.compression.calibration.map_analysis import MapAnalysis, analyse_ma
 from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.calibration.sensitivities import check_full_experts
 from moe_jax.compression.in_order import OnLayer
-from moe_jax.compression.linear_maps import LinearMap, check_maps
+from moe_jax.compression.linear_maps import LinearMap, check_maps, has_codes_below
 from moe_jax.compression.measured_plans import Tried
 from moe_jax.compression.methods.interface import Method, Rest, check_base
 from moe_jax.compression.options.in_common import Of
@@ -258,6 +258,10 @@ def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
         raise InputError(f"--extended: there is no universal FFN in layers {some}; leave it out, or choose --layers")
     for i in layers:
         moe = config.moe(i)
+        if has_codes_below(config.layers[i], "mlp/universal/"):
+            raise InputError(
+                f"--extended: the universal FFN of layer {i} is in codes; give the model that it was made from"
+            )
         if moe.universal_ffn != moe.expert:
             raise InputError(
                 f"--extended: the universal FFN of layer {i} is {moe.universal_ffn.dim} wide and its experts "

@@ -11,6 +11,7 @@ import pytest
 
 from moe_jax.api import compress as compress_api
 from moe_jax.api.open_source import open_source
+from moe_jax.compression.linear_maps import with_codes
 from moe_jax.compression.methods.interface import check_base
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.spec import parse_layers
@@ -18,7 +19,7 @@ from moe_jax.compression.stream import choose_layers
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import count_bytes, show_bytes
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.models import BankConfig, FFNConfig
+from moe_jax.models import BankConfig, FFNConfig, LinearCodes
 from tests.support.dense_models import dense_config
 from tests.support.moe_models import RECIPE, moe_config, run, same_weights
 from tests.support.tiers import long
@@ -269,6 +270,15 @@ def test_a_base_of_another_shape_or_family_is_refused(changes, message):
     with pytest.raises(InputError) as caught:
         check_base(dataclasses.replace(dense_config(**changes), family=family), model, (2,))
     assert message in str(caught.value)
+
+
+def test_a_base_whose_ffns_are_in_codes_is_refused():
+    model, dense = moe_config(dense_config(), None, None, BankConfig(), None), dense_config()
+    path = "layers/2/mlp/down"
+    with pytest.raises(InputError, match="layer 2 is in codes"):
+        check_base(with_codes(dense, {path: LinearCodes(paths=(path,), bits=4)}), model, (2,))
+    path = "layers/2/attention/q"
+    check_base(with_codes(dense, {path: LinearCodes(paths=(path,), bits=4)}), model, (2,))
 
 
 def test_a_base_may_differ_where_no_experts_are():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.commands.cli import main
 from moe_jax.compression import Report
+from moe_jax.compression.calibration.coded_pass import CodedPass
 from moe_jax.compression.linear_maps import linear_maps
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
@@ -100,6 +102,24 @@ def test_a_killed_job_goes_on(models, text, tmp_path, monkeypatch, layer, when):
     assert moe_jax.load(once).source.fingerprint() == moe_jax.load(again).source.fingerprint()
 
 
+def test_a_pass_that_outlives_what_was_written_begins_anew(models, text, tmp_path, monkeypatch):
+    out, kept, copy, losses_of = tmp_path / "out", tmp_path / ".out.analysis", tmp_path / "copy", CodedPass.losses_of
+    how = {"method": "quantize", "bits": 4, "group_size": 8, "of": "rest", "calibrate": text, "samples": 2}
+
+    def copied(self, written):
+        shutil.copytree(kept, copy)
+        return losses_of(self, written)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CodedPass, "losses_of", copied)
+        once = moe_jax.compress(models["one"], out, **how, seq_len=32)
+    expected = once.source.fingerprint(), once.report.losses
+    shutil.rmtree(out)
+    copy.rename(kept)  # as if the job was killed when `out` was there, and this not yet removed
+    again = moe_jax.compress(models["one"], out, **how, seq_len=32)
+    assert (again.source.fingerprint(), again.report.losses) == expected
+
+
 def test_the_rest_alone_keeps_experts_of_any_kind(models, text, windows, tmp_path):
     small = moe_jax.compress(models["one"], tmp_path / "deltas", method="ders-quantize", bits=4, group_size=8)
     options = {"method": "quantize", "bits": 4, "group_size": 8, "of": "rest", "embedding_bits": 8}
@@ -179,6 +199,11 @@ def test_bad_input(models, text, failing, tmp_path):
     for part in ("rest", "embedding"):
         said = failing(model, out, *CODES, "--levels", "even", f"--{part}-bits", "1")
         assert f"{part}_bits=1" in said and "no zero" in said
+    rest, sweep = (*CODES[:-1], "rest"), ("--sweep", "--text", text, "--method", "up,quantize", "--keep", "0.5")
+    assert "--gradients" in failing(model, out, *rest, "--calibrate", text, "--gradients")
+    for part in ("rest", "model"):
+        assert "--of" in failing(model, out, *sweep, "--bits", "4", "--of", part)
+    assert "--no-feedback" in failing(model, out, *rest, "--no-feedback")
     allocate = ("--method", "allocate", "--of", "model", "--calibrate", text, "--samples", "2", "--seq-len", "32")
     assert "too small for the model" in failing(model, out, *allocate, "--target-bytes", "1kB")
     assert "--of" in failing(models["dense"], out, "--method", "quantize", "--bits", "4")

@@ -63,6 +63,7 @@ class CodedPass:
         mesh: Mesh,
         batch_size: int = 8,
         embedding: ModelSource | None = None,
+        written: int | None = None,
     ):
         """Embeds the text, or continues an interrupted pass over the same one.
 
@@ -73,6 +74,8 @@ class CodedPass:
           mesh: devices that share the rows of a batch.
           batch_size: rows computed at a time.
           embedding: the model with the embedding as it is stored now; None: it stays as it is.
+          written: how many layers the caller still has; an interrupted pass that is further begins anew, for those that
+            the caller lacks are made again. None: all that the pass has finished.
 
         Raises:
           InputError: if the model has an encoder, or there is no room on the disk.
@@ -89,6 +92,9 @@ class CodedPass:
         self._experts: SourceLayer | None = None  # of the layer that is begun, if it is an MoE
         self._states_shape = (2, *self.shape, config.d_model)
         self.next = int((folder / NEXT).read_text("utf-8")) if has_begun(folder) else 0
+        if written is not None and self.next > written:
+            (folder / NEXT).unlink()
+            self.next = 0
         if not has_begun(folder):
             states = self._states(0, to_fill=True)
             for model, given in enumerate([source] if embedding is None else [source, embedding]):

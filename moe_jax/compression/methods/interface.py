@@ -11,7 +11,7 @@ import numpy as np
 from moe_jax.compression.alignment.matching import AlignmentProgress
 from moe_jax.compression.calibration.map_analysis import MapAnalysis
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, AnyLayout
-from moe_jax.compression.linear_maps import LinearMap
+from moe_jax.compression.linear_maps import LinearMap, has_codes_below
 from moe_jax.compression.options.in_common import AroundCentre, MethodOptions, Of
 from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
@@ -114,6 +114,8 @@ def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> 
     for i in layers:
         moe, ffn = model.layers[i].mlp, base.layers[i].mlp
         assert isinstance(moe, MoEConfig)
+        if has_codes_below(base.layers[i], "mlp/"):
+            raise InputError(f"--base: the FFN of layer {i} is in codes; give the model that it was made from")
         if ffn != moe.expert:
             raise InputError(f"--base has another FFN than the experts in layer {i}: {ffn}, and not {moe.expert}")
 

@@ -73,6 +73,8 @@ class SparsifyOptions(AroundCentre, MethodOptions):
         check_member("keep", self.keep, KEEP)
         if self.seed < 0:
             raise InputError(f"seed={self.seed} must not be negative")
+        if self.seed and self.keep == "magnitude":
+            raise InputError(f"seed={self.seed} goes with keep=random or exact: the largest entries are not drawn")
         self.centre  # noqa: B018  (checks the codes of the centre)
 
 
@@ -274,9 +276,26 @@ class ResMoEOptions(AroundCentre, OfCodes, MethodOptions):
         form = form or RESIDUALS[0]
         if self.keep is None and not given and "keep" in form.asks_for:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
+        self._check_of_use()
         if in_codes:
             check_levels(self.levels, DEFAULT_BITS if bits is None else bits, zero_points=self.zero_points)
         return form
+
+    def _check_of_use(self) -> None:
+        """Raises `InputError` for options that change nothing beside the form of residuals that was asked for.
+
+        Where none was, nothing is said: a sweep gives an option to all methods that have it.
+        """
+        form = self.residual_form[0]
+        if form is None:
+            return
+        in_codes, pruned, coded_centre = "table" in form.asks_for, "encoding" in form.asks_for, self.centre is not None
+        if self.design != "concat" and in_codes:
+            raise InputError(f"design={self.design} goes with --residual up or svd: every matrix has codes of its own")
+        if not self.refit and not (pruned or (in_codes and coded_centre)):
+            raise InputError("--no-refit goes with --residual up, or quantized with --centre-bits: no other has one")
+        if not self.feedback and not (in_codes or coded_centre):
+            raise InputError("--no-feedback goes with --residual quantized, or with --centre-bits: nothing is in codes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,6 +344,8 @@ class AllocateOptions(OfCodes, OfLinearMaps, MethodOptions):
     def __post_init__(self) -> None:
         check_member("experts", self.experts, ("alike", "own"))
         check_positive(self, "experts_multiple", "tries")
+        if self.experts_multiple > 1 and self.experts == "alike":
+            raise InputError(f"experts_multiple={self.experts_multiple} goes with experts=own: else no layer has parts")
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
         check_member("levels", self.levels, ("any", "fitted"))
         check_levels(self.levels, min(TABLE_BITS), zero_points=self.zero_points)

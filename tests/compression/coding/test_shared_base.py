@@ -128,12 +128,14 @@ def test_trials_foretell_the_error_around_a_centre_in_codes(code, refit, tmp_pat
         Wanted(form=LowRank, keep=0.2, design="separate"),
         Wanted(form=Quantized, bits=3),
     ]
-    options = [{"keep": 0.25}, {"keep": 0.2, "residual": "svd"}, {"residual": "quantized:3"}]
+    options = [
+        {"keep": 0.25, "design": "separate", "refit": refit},
+        {"keep": 0.2, "residual": "svd", "design": "separate"},
+        {"residual": "quantized:3", "refit": refit},
+    ]
     found = trials(layer, unaligned(layer), tried, refit=refit, codes=codes)
     for trial, chosen in zip(found, options, strict=True):
-        made = make_method(
-            "resmoe", {**chosen, "design": "separate", "solver": "identity", "refit": refit, "centre_bits": code}
-        )
+        made = make_method("resmoe", {**chosen, "solver": "identity", "centre_bits": code})
         report = compress(source, tmp_path / trial.wanted.form.kind, made, described={})
         error = report.layers[0].relative_error ** 2
         if refit and trial.wanted.form is Quantized:

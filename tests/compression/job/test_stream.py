@@ -15,13 +15,14 @@ from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method, stream
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.write_experts import stored_base
+from moe_jax.compression.linear_maps import with_codes
 from moe_jax.compression.methods.interface import Base
 from moe_jax.compression.source_layer import SourceLayer, mean_kernel
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.in_memory import InMemory
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, LinearCodes, ModelConfig, MoEConfig
 from tests.support.dense_models import DTYPES, dense_config, random_leaves, write_model
 from tests.support.disks import run_python
 from tests.support.moe_models import EXPERTS, MemorySource, memory_moe, same_weights
@@ -187,6 +188,13 @@ def test_a_universal_ffn_of_a_width_of_its_own_is_no_delta(tmp_path):
     assert (moe.universal, moe.extended, moe.universal_dim) == ("one", True, None)
     with pytest.raises(InputError, match=f"layer 0 is {width + 1} wide .* {width}"):
         compress(wider, tmp_path / "no", QUANTIZE, extended=True, described={})
+
+
+def test_a_universal_ffn_in_codes_is_no_delta(tmp_path):
+    source, path = memory_moe(BankConfig(), universal="one"), "layers/0/mlp/universal/down"
+    coded = MemorySource(with_codes(source.config, {path: LinearCodes(paths=(path,), bits=4)}), source.leaves)
+    with pytest.raises(InputError, match="layer 0 is in codes"):
+        compress(coded, tmp_path / "out", QUANTIZE, extended=True, described={})
 
 
 def test_bytes_are_those_on_the_disk(models, tmp_path):

@@ -294,6 +294,7 @@ def test_two_parts_have_the_errors_and_bytes_that_they_say(sizes):
         ({"budget_bits": 3.0, "levels": "fitted", "zero_points": True}, "levels=fitted do not go"),
         ({"budget_bits": 3.0, "experts": "mixed"}, "experts"),
         ({"budget_bits": 3.0, "experts_multiple": 0}, "experts_multiple"),
+        ({"budget_bits": 3.0, "experts_multiple": 2}, "experts=own"),
     ],
 )
 def test_options_that_will_not_do(options, message):

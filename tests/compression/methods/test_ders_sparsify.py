@@ -173,6 +173,7 @@ def test_values_that_overflow_are_refused():
         ({"drop": 1.0}, "drop=1 must lie in [0, 1)"),
         ({"drop": -0.1}, "drop=-0.1 must lie in [0, 1)"),
         ({"drop": float("nan")}, "drop=nan must lie in [0, 1)"),
+        ({"drop": 0.5, "keep": "magnitude", "seed": 3}, "seed=3"),
         ({"drop": 0.5, "keep": "magnitud"}, "unknown keep 'magnitud' (did you mean 'magnitude'?)"),
         ({"drop": 0.5, "seed": -1}, "seed=-1 must not be"),
     ],

@@ -261,11 +261,33 @@ def test_the_options_are_read_as_one_choice():
         ({"target_bytes": 10**400}, "must be above 0"),
         ({"target_bytes": 100, "residual": "quantized:4"}, "target_bytes chooses keep"),
         ({"keep": 0.5, "solver": "annealing"}, "solver"),
+        ({"residual": "quantized:2", "design": "separate"}, "design=separate"),
+        ({"residual": "quantized:2", "design": "separate", "centre_bits": "4"}, "design=separate"),
+        ({"target_bytes": 100, "residual": "quantized", "design": "separate"}, "design=separate"),
+        ({"residual": "quantized:2", "refit": False}, "--no-refit"),
+        ({"residual": "svd", "keep": 0.5, "refit": False, "centre_bits": "4"}, "--no-refit"),
+        ({"residual": "svd", "keep": 0.5, "feedback": False}, "--no-feedback"),
+        ({"residual": "up", "keep": 0.5, "bits": 4, "feedback": False}, "--no-feedback"),
     ],
 )
 def test_options(options, message):
     with pytest.raises(InputError, match=message):
         make_method("resmoe", options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"residual": "quantized:2", "refit": False, "feedback": False, "centre_bits": "4"},
+        {"residual": "up", "keep": 0.5, "refit": False, "design": "separate"},
+        {"residual": "svd", "keep": 0.5, "feedback": False, "centre_bits": "4"},
+        {"residual": "quantized:2", "feedback": False},
+        {"keep": 0.5, "feedback": False},
+        {"budget_bits": 3, "refit": False, "feedback": False, "design": "separate"},
+    ],
+)
+def test_options_that_may_change_something_are_taken(options):
+    assert make_method("resmoe", options)
 
 
 def test_the_centre_is_trained_or_not(tmp_path):
