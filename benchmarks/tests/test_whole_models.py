@@ -18,11 +18,11 @@ from evidence.stamp import Stamp
 from evidence.studies.probes import TASKS
 from evidence.whole_models import scores, study
 from evidence.whole_models.entries import BY_LABEL, ENTRIES, OURS, PEERS, WHOLE, size_of
-from evidence.whole_models.report import LOSES, UNDECIDED, WINS, tables, write_report
+from evidence.whole_models.report import LOSES, UNDECIDED, WINS, Point, more_by_draw, tables, write_report
 from evidence.whole_models.scores import _figures
 from evidence.whole_models.small_models import TEXTS
 from evidence.whole_models.stored import stored_bytes
-from evidence.whole_models.study import MODELS, REFUSED, WholeModelsFile, do_entries
+from evidence.whole_models.study import MODELS, REFUSED, TRAINING, WholeModelsFile, do_entries
 from evidence.whole_models.task import DRAWS, SMALL, RefusedError, Task
 from tests.support.tiers import long
 
@@ -270,6 +270,18 @@ def test_ours_are_held_against_a_peer_window_by_window(results, shift, said):
     np.testing.assert_allclose(found, [shift, low, high], atol=6e-5)
     assert cells[5] == f"{shift:+.4f}, {shift + 0.25:+.4f}" and cells[-2:] == [said, said]
     assert float(cells[8].split()[0]) == pytest.approx(2 * shift, abs=6e-5)
+
+
+def test_later_draws_stand_beside_those_of_the_same_training():
+    runs = ({"0": (1.0, 0), "1": (2.0, 2), "2": (4.0, 2)}, {"0": (1.5, 1), "1": (2.75, 2), "2": (5.0, 1)})
+    one, other = (
+        Point(
+            BY_LABEL[f"{bits} bits, calibrated"],
+            {draw: {"losses": {"wiki": loss}, TRAINING: training} for draw, (loss, training) in own.items()},
+        )
+        for bits, own in zip((4, 3), runs, strict=True)
+    )
+    assert more_by_draw(one, other, "losses") == "-0.5000, -0.7500"
 
 
 def test_an_entry_stands_beside_what_lacks_one_step(results):

@@ -211,10 +211,10 @@ def _against(every: Sequence[Point]) -> Iterator[list[str]]:
                     f"allocate{tried}",
                     f"{ours.bits:.3f}",
                     str(found),
-                    _more_by_draw(ours, theirs, "losses"),
+                    more_by_draw(ours, theirs, "losses"),
                 ),
                 *(f"{ours.kl:.4f}", f"{theirs.kl:.4f}"),
-                *(str(diverges := more_divergence(ours, theirs)), _more_by_draw(ours, theirs, "kl")),
+                *(str(diverges := more_divergence(ours, theirs)), more_by_draw(ours, theirs, "kl")),
                 *(verdict(found), verdict(diverges)),
             ]
 
@@ -227,7 +227,7 @@ def _largest_below(theirs: Point | None, name: str, every: Sequence[Point]) -> P
     return max(some, key=lambda point: point.bits, default=None)
 
 
-def _more_by_draw(one: Point, other: Point, key: str) -> str:
+def more_by_draw(one: Point, other: Point, key: str) -> str:
     """What one has more than another, draw by draw; nothing if there is but one."""
     these, those = one.by_draw(key), other.by_draw(key)
     more = [value - those[beside] for draw, value in these.items() if (beside := _draw_beside(one, draw, other))]
@@ -236,7 +236,9 @@ def _more_by_draw(one: Point, other: Point, key: str) -> str:
 
 def _draw_beside(one: Point, draw: str, other: Point) -> str | None:
     """The draw of another entry that stands beside a draw: of the same training, and of the same text to calibrate
-    with, if both are calibrated; None if there is none."""
+    with, if both are calibrated; None if there is none. First draws are of trainings that lose alike (`study.ALIKE`)."""
+    if draw == "0":
+        return draw
     training = one.runs[draw].get(TRAINING, 0)
     same = [number for number, run in other.runs.items() if run.get(TRAINING, 0) == training]
     return next((number for number in same if number == draw or not other.entry.calibrated), None)
@@ -257,8 +259,8 @@ def _by_step(every: Sequence[Point]) -> Iterator[list[str]]:
             loss = effect(added(point.first, without.first))
             yield [
                 *(point.entry.label, f"{point.bits:.3f}", without.entry.label, f"{without.bits:.3f}"),
-                *(str(loss), _more_by_draw(point, without, "losses")),
-                *(str(more_divergence(point, without)), _more_by_draw(point, without, "kl")),
+                *(str(loss), more_by_draw(point, without, "losses")),
+                *(str(more_divergence(point, without)), more_by_draw(point, without, "kl")),
             ]
 
 
