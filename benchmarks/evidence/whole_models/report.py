@@ -236,7 +236,8 @@ def more_by_draw(one: Point, other: Point, key: str) -> str:
 
 def _draw_beside(one: Point, draw: str, other: Point) -> str | None:
     """The draw of another entry that stands beside a draw: of the same training, and of the same text to calibrate
-    with, if both are calibrated; None if there is none. First draws are of trainings that lose alike (`study.ALIKE`)."""
+    with, if both are calibrated; None if there is none. First draws are of trainings that lose alike (`study.ALIKE`).
+    """
     if draw == "0":
         return draw
     training = one.runs[draw].get(TRAINING, 0)
