@@ -204,11 +204,8 @@ def _take(table: Array, rows: Array, fill_value: float | None) -> Array:
 
 
 def _take_fwd(table: Array, rows: Array, fill_value: float | None) -> tuple[Array, tuple[Array, Array]]:
-    # Of the table only shape and dtype are needed, which an empty part of it has.
-    return _plain_rows(table, rows, fill_value), (
-        rows,
-        jnp.broadcast_to(jnp.zeros((), table.dtype), (table.shape[0], 0)),
-    )
+    like = jnp.zeros((table.shape[0], 0), table.dtype)  # of the table only its length and dtype are needed
+    return _plain_rows(table, rows, fill_value), (rows, like)
 
 
 def _take_bwd(fill_value: float | None, saved: tuple[Array, Array], dy: Array) -> tuple[Array, np.ndarray]:

@@ -192,11 +192,4 @@ def _backend(name: str, operation: str) -> Callable[..., Array]:
     function = BACKENDS[name][operation]
     if name == "blocked":
         return function
-
-    def of_rows(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-        if not lhs.shape[0]:  # kernels need some
-            out = _out(operation, lhs, rhs, group_sizes)
-            return jnp.zeros(out.shape, out.dtype)
-        return function(lhs, rhs.astype(lhs.dtype), group_sizes)
-
-    return of_rows
+    return lambda lhs, rhs, group_sizes: function(lhs, rhs.astype(lhs.dtype), group_sizes)

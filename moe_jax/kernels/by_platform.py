@@ -36,7 +36,8 @@ def deferred(
       arguments: trees of arrays.
       out: shapes and dtypes of the result.
       divided: called, without the options, in place of the function if the compiler divides the program between several
-        devices, as it cannot divide a kernel. None: the function is no kernel, or is known to run on one device.
+        devices, as it cannot divide a kernel; or if an argument is empty, as of no tokens, of which a kernel has no
+        tile. None: the function is no kernel, or is known to run on one device.
       options: further arguments.
     """
     arrays, structure = jax.tree.flatten(arguments)
@@ -44,6 +45,8 @@ def deferred(
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
     call = _Call(Bound(function, **options), structure)
     other = call if divided is None else _Call(divided, structure)
+    if not all(array.size for array in arrays):
+        call = other
     return jax.tree.unflatten(out_structure, _deferred.bind(*arrays, call=call, divided=other, shapes=shapes))
 
 
@@ -144,8 +147,7 @@ def by_platform(
     - for a TPU, `tpu`, with the option `core`;
     - for an NVIDIA GPU for which Triton has products of the dtype, `gpu`, with the option `capability`;
     - otherwise, and wherever the compiler divides arrays between devices, `loops`: a kernel cannot be divided. Whether
-      arrays are divided is known from the mesh in use, or without a mesh from the program, when it is lowered. And
-      where a result is empty, as of no tokens: kernels need rows.
+      arrays are divided is known from the mesh in use, or without a mesh from the program, when it is lowered.
 
     Args:
       loops: plain XLA.
@@ -155,7 +157,7 @@ def by_platform(
         none.
     """
     kernels: dict[str, Callable[..., Any]] = {}
-    if one_device() and all(leaf.size for leaf in jax.tree.leaves(out)):
+    if one_device():
         capability = compute_capability()
         if tpu is not None:
             kernels["tpu"] = partial(deferred, tpu, out=out, divided=loops, core=current_core())

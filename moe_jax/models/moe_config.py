@@ -7,7 +7,7 @@ from moe_jax.core.errors import InputError, check_member, check_number, check_po
 from moe_jax.core.formatting import short_repr
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, weights_are_constant
+from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, Selection, weights_are_constant
 from moe_jax.functional.routing.route import BALANCE_CHOICES
 from moe_jax.functional.routing.universal import GATE_BESIDE, UNIVERSAL
 from moe_jax.models.own_parts import LINEAR, ROUTERS
@@ -101,13 +101,7 @@ class SelectionConfig:
 
     def check_fits(self, num_experts: int, top_k: int) -> None:
         """Raises `InputError` unless `top_k` of this many experts can be chosen in this way."""
-        if num_experts % self.groups:
-            raise InputError(f"{num_experts} experts cannot be divided into groups={self.groups}")
-        size = num_experts // self.groups
-        if self.groups > 1 and self.group_score == "best_two" and size < 2:
-            raise InputError(f"groups={self.groups} leave one expert in each, and group_score 'best_two' needs two")
-        if self.top_groups * size < top_k:
-            raise InputError(f"top_groups={self.top_groups} have {self.top_groups * size} experts, top_k={top_k}")
+        Selection(None, self.groups, self.top_groups, self.group_score).check_fits(num_experts, top_k)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

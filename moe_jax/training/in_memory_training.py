@@ -22,7 +22,6 @@ from moe_jax.nn.projector import shape_of_features, tokens_per_picture
 from moe_jax.training.loop import Diverged, divergence
 from moe_jax.training.metrics import Record, is_finite, to_record
 from moe_jax.training.program import (
-    check_pictures_of_teacher,
     check_tower_is_frozen,
     check_tower_of_teacher,
     first_state,
@@ -84,7 +83,8 @@ def train_on_batches(
             if "features" in arrays:
                 check_tower_is_frozen(program.trainable)
                 if unchecked is not None:
-                    _check_features_teach(recipe, source, unchecked)
+                    dtypes = {"param_dtype": recipe.model.frozen_dtype, "compute_dtype": recipe.model.compute_dtype}
+                    check_tower_of_teacher(FrozenTower(source, **dtypes), unchecked)
                     unchecked = None
             if (found := len(arrays["tokens"])) != size:
                 raise InputError(f"batch {step} has {found} rows, expected train.batch_size = {size}")
@@ -100,13 +100,6 @@ def train_on_batches(
     model = nnx.merge(program.graphdef, params, frozen)
     model.config = dataclasses.replace(recipe.moe.applied(source.config), dtype=recipe.model.param_dtype)
     return model, last
-
-
-def _check_features_teach(recipe: Recipe, source: ModelSource, teacher: ModelSource) -> None:
-    """Raises `InputError` if a teacher takes pictures otherwise than the features that the model's tower makes."""
-    check_pictures_of_teacher(recipe, source.config, teacher.config, features=True)
-    tower = FrozenTower(source, param_dtype=recipe.model.frozen_dtype, compute_dtype=recipe.model.compute_dtype)
-    check_tower_of_teacher(tower, teacher)
 
 
 def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -32,6 +33,7 @@ from moe_jax.model_io.loading import FURTHER, TOWER, abstract_model, disk_paths,
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
+from moe_jax.nn.inputs import Batch
 from moe_jax.nn.projector import shape_of_features, tokens_per_picture
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.training.balance.selection_bias import is_selection_bias, moved_biases, without_biases
@@ -131,7 +133,6 @@ def make_program(
     assert (teacher is None) == (recipe.distill is None), "the teacher is the recipe's"
     if teacher is not None:
         check_teacher(config, teacher)
-        check_pictures_of_teacher(recipe, config, teacher, features=features)
     mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
     config = dataclasses.replace(recipe.moe.applied(config), dtype=recipe.model.param_dtype)
@@ -149,8 +150,9 @@ def make_program(
     # A batch comes with its shardings, whatever is in it.
     shardings = (shardings_of(state), shardings_of(frozen), None, *(() if taught is None else (shardings_of(taught),)))
     replicated = NamedSharding(mesh, P())
+    step = _make_step(recipe, config, graphdef, optimizer, distilled)
     step = jax.jit(
-        _make_step(recipe, config, graphdef, optimizer, distilled),
+        step if teacher is None else _seeing_alike(step, recipe, config, teacher),
         donate_argnums=0,
         in_shardings=shardings,
         out_shardings=(shardings_of(state), replicated),
@@ -208,6 +210,20 @@ def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:
             f"distill.teacher has a vocabulary of {teacher.num_outputs:,} tokens, the model one of "
             f"{config.num_outputs:,}; a teacher needs the same vocabulary"
         )
+
+
+def _seeing_alike(
+    step: Callable[..., tuple[TrainState, StepMetrics]], recipe: Recipe, config: ModelConfig, teacher: ModelConfig
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
+    """Returns a step that refuses batches with pictures, when it is traced, which the teacher would see otherwise."""
+
+    @functools.wraps(step)
+    def checked(state: TrainState, frozen: nnx.State, batch: Batch, taught: nnx.State) -> Any:
+        if not {"pixels", "features"}.isdisjoint(batch):
+            check_pictures_of_teacher(recipe, config, teacher, features="features" in batch)
+        return step(state, frozen, batch, taught)
+
+    return checked
 
 
 def check_pictures_of_teacher(recipe: Recipe, config: ModelConfig, teacher: ModelConfig, *, features: bool) -> None:

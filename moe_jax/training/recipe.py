@@ -238,10 +238,10 @@ class DistillSection:
     added as without a teacher.
 
     Attributes:
-      teacher: a model, given as in `model.path`, with the same vocabulary. Where both take pictures, they are processed
-        in the same way and become as many tokens; with `data.feature_cache` the towers are the same. It is divided over
-        the mesh as the trained model is, in the dtypes in which it is stored; it is not trained, and no checkpoint has
-        it.
+      teacher: a model, given as in `model.path`, with the same vocabulary. If there are pictures in the data, both
+        process them in the same way and make as many tokens of them; with `data.feature_cache` the towers are the same.
+        It is divided over the mesh as the trained model is, in the dtypes in which it is stored; it is not trained, and
+        no checkpoint has it.
       weight: of the divergence, in (0, 1].
       temperature: divides the logits of both models in the divergence.
     """

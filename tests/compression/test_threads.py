@@ -2,7 +2,7 @@ import os
 import threading
 
 import pytest
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from moe_jax.compression.threads import ahead, decomposing, in_threads
 
@@ -64,12 +64,12 @@ def test_small_matrices_are_decomposed_by_one_thread_whoever_else_does():
     def threads():
         return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
 
-    before = threads()
-    assert before
-    with decomposing(100):
-        with decomposing(50):
-            assert set(threads()) == {1}
-        assert set(threads()) == {1}  # one that ends leaves the other alone
-    with decomposing(1 << 20):
-        assert threads() == before
-    assert threads() == before
+    with threadpool_limits(2, "blas"):  # on one core, too
+        assert set(threads()) == {2}
+        with decomposing(100):
+            with decomposing(50):
+                assert set(threads()) == {1}
+            assert set(threads()) == {1}  # one that ends leaves the other alone
+        with decomposing(1 << 20):
+            assert set(threads()) == {2}
+        assert set(threads()) == {2}

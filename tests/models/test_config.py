@@ -162,8 +162,8 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
         (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, gate="top1"), "routes to one"),
         (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, capacity_factor=0.0), "above 0"),
         (lambda: SelectionConfig(groups=2, top_groups=3), "top_groups=3 is above groups=2"),
-        (lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=3)), "4 experts cannot"),
-        (lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=4)), "have 1 experts, top_k=2"),
+        (lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=3)), "must divide the number"),
+        (lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=4)), "top_k=2 experts cannot"),
         (
             lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=4, top_groups=2, group_score="best_two")),
             "'best_two' needs two",

@@ -169,8 +169,13 @@ def test_a_teacher_sees_the_pictures_of_the_model():
     blind, finer = dataclasses.replace(CONFIG, vision=None), seeing(CONFIG, tower=tower_config(patch=2))
     assert not refused(CONFIG) and not refused(CONFIG, features=True) and not refused(blind)
     assert "36 tokens of a picture" in refused(finer)
-    with pytest.raises(InputError, match="36 tokens"):
-        make_program(distilling(), CONFIG, jax.devices()[:1], teacher=finer)
+    program = make_program(distilling(), CONFIG, jax.devices()[:1], teacher=finer)
+    given = program.state, program.frozen
+    with jax.set_mesh(program.mesh):
+        jax.eval_shape(program.step, *given, abstract_batch(distilling(), CONFIG, program.mesh), program.taught)
+        seen = abstract_batch(distilling(), CONFIG, program.mesh, pictures=1)
+        with pytest.raises(InputError, match="36 tokens"):
+            jax.eval_shape(program.step, *given, seen, program.taught)
     for changes in ({"shortest": 14}, {"resample": "bilinear"}, {"pad": True}):
         assert next(iter(changes)) in refused(processed(**changes))
     assert "data.image_aspect" in refused(CONFIG, aspect="pad") and not refused(processed(pad=True), aspect="pad")

@@ -77,7 +77,7 @@ def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
 
 
 def largest_singular_values(matrix: Float[np.ndarray, "i o"], rank: int) -> Float[np.ndarray, " r"]:
-    """The values of `truncated_svd`, descending: to find the vectors, too, takes three times as long."""
+    """The values of `truncated_svd`, descending: to find the vectors, too, takes much longer."""
     matrix = np.asarray(matrix, np.float32)
     _, products = _within_subspace(matrix.T if matrix.shape[0] > matrix.shape[1] else matrix, rank)
     # All of them: LAPACK looks for some by bisection, which takes longer.

@@ -19,8 +19,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-CHUNK = 64
-"""Tokens of a chunk. Shorter ones leave more steps to the recurrence, longer ones more work between tokens."""
+from moe_jax.functional.recurrent.chunks import (
+    CHUNK,
+    decays_of,
+    document_begins,
+    product_in,
+    zero_at_padding,
+)
+
 GROUP = 16
 """Chunks that are worked on at a time: more need more memory, fewer leave a large device idle."""
 _BLOCK = 16
@@ -82,15 +88,6 @@ def plain_delta_rule(
     return jnp.moveaxis(read, 0, 1).astype(dtype), state
 
 
-def document_begins(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether a document begins at a token, one before it in the row having ended; padding between them is passed."""
-    indices = jnp.arange(documents.shape[1], dtype=jnp.int32)[None]
-    last = jax.lax.cummax(jnp.where(documents > 0, indices, -1), axis=1)
-    before = jnp.concatenate([jnp.full_like(last[:, :1], -1), last[:, :-1]], axis=1)
-    of_before = jnp.take_along_axis(documents, jnp.maximum(before, 0), axis=1)
-    return (documents > 0) & (before >= 0) & (of_before != documents)
-
-
 def _prepared(inputs: DeltaInputs, documents: Int[Array, "B T"] | None) -> DeltaInputs:
     """Returns the inputs in float32, with queries and keys of length 1 for every head; padding changes nothing."""
     each = inputs.v.shape[2] // inputs.k.shape[2]
@@ -104,12 +101,6 @@ def _prepared(inputs: DeltaInputs, documents: Int[Array, "B T"] | None) -> Delta
         q, k = (jnp.repeat(one, each, axis=2) for one in (q, k))
     v, beta, log_decay = (one.astype(jnp.float32) for one in inputs[2:])
     return DeltaInputs(q, k, v, beta, log_decay)
-
-
-def zero_at_padding(of_tokens: Float[Array, "B T *S"], documents: Int[Array, "B T"]) -> Float[Array, "B T *S"]:
-    """Returns what belongs to tokens, with zeros where the document is 0."""
-    counted = jnp.expand_dims(documents > 0, tuple(range(2, of_tokens.ndim)))
-    return jnp.where(counted, of_tokens, jnp.zeros((), of_tokens.dtype))
 
 
 def _of_length_one(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
@@ -190,10 +181,10 @@ def _in_chunks(
     chunks = _between_tokens(DeltaInputs(*map(chunked, inputs)), of_chunk, dtype)
 
     def next_chunk(state: Array, one: _Chunks) -> tuple[Array, Array]:
-        change = one.values - _product("bhck,bhkv->bhcv", one.reads, state, dtype)
-        read = _product("bhck,bhkv->bhcv", one.queries, state, dtype)
-        read = read + _product("bhcd,bhdv->bhcv", one.within, change, dtype)
-        added = _product("bhck,bhcv->bhkv", one.keys, change, dtype)
+        change = one.values - product_in("bhck,bhkv->bhcv", one.reads, state, dtype)
+        read = product_in("bhck,bhkv->bhcv", one.queries, state, dtype)
+        read = read + product_in("bhcd,bhdv->bhcv", one.within, change, dtype)
+        added = product_in("bhck,bhcv->bhkv", one.keys, change, dtype)
         return state * one.decay[..., None, None] + added, read.astype(dtype)
 
     state, read = jax.lax.scan(next_chunk, state, chunks)
@@ -203,54 +194,28 @@ def _in_chunks(
 def _between_tokens(parts: DeltaInputs, documents: Int[Array, "N B C"] | None, dtype: DTypeLike) -> _Chunks:
     """Solves what the tokens of a chunk do to each other; `documents` counts those that begin within the chunk."""
     size = parts.beta.shape[-1]
-    coarse, fine = sums_of_decays(parts.log_decay)
     place = np.arange(size)
     is_before = jnp.asarray(place[:, None] >= place[None, :])[None, None, None]
     goes_on = ends = None
     if documents is not None:
         is_before = is_before & (documents[..., :, None] == documents[..., None, :])[:, :, None]
         goes_on, ends = ((documents == one)[:, :, None] for one in (0, documents[..., -1:]))
-    # Masked before the exponential: decays from later tokens to earlier ones may be too large for a float.
-    passed = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
-    between = jnp.exp(jnp.where(is_before, passed, -jnp.inf))
-    since, until = jnp.exp(coarse + fine), jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
+    between, since, until = decays_of(parts.log_decay, is_before)
     decay = since[..., -1]
     if goes_on is not None and ends is not None:
         since, until = jnp.where(goes_on, since, 0.0), jnp.where(ends, until, 0.0)
         decay = jnp.where(goes_on[..., -1], decay, 0.0)
     shared = parts.k * parts.beta[..., None]
-    alike = _product("nbhck,nbhdk->nbhcd", shared, parts.k, jnp.float32)
+    alike = product_in("nbhck,nbhdk->nbhcd", shared, parts.k, jnp.float32)
     inverse = inverse_of_unit_lower(alike * between)
     return _Chunks(
-        values=_product("nbhcd,nbhdv->nbhcv", inverse, parts.v * parts.beta[..., None], dtype),
-        reads=_product("nbhcd,nbhdk->nbhck", inverse, shared * since[..., None], dtype),
+        values=product_in("nbhcd,nbhdv->nbhcv", inverse, parts.v * parts.beta[..., None], dtype),
+        reads=product_in("nbhcd,nbhdk->nbhck", inverse, shared * since[..., None], dtype),
         queries=parts.q * since[..., None],
-        within=_product("nbhck,nbhdk->nbhcd", parts.q, parts.k, dtype) * between,
+        within=product_in("nbhck,nbhdk->nbhcd", parts.q, parts.k, dtype) * between,
         keys=parts.k * until[..., None],
         decay=decay,
     )
-
-
-# Below it, the exponential is 0 in float32; a chunk of such decays has an exact sum on a grid of 1/256.
-_LEAST_DECAY = -256.0
-
-
-def sums_of_decays(log_decay: Float[Array, "... C"]) -> tuple[Float[Array, "... C"], Float[Array, "... C"]]:
-    """Returns the sums up to every token in two parts, whose differences are as exact as what is summed.
-
-    The first part has multiples of 1/256, which float32 adds without rounding; the second has what is left, and the
-    gradient. The rounding of plain sums would grow with all that was forgotten before.
-    """
-    log_decay = jnp.maximum(log_decay, _LEAST_DECAY)
-    coarse = jax.lax.stop_gradient(jnp.round(log_decay * 256.0) / 256.0)
-    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(log_decay - coarse, axis=-1)
-
-
-def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Array:
-    """Returns a product of float32 arrays, of operands rounded to a dtype, summed in float32."""
-    precision = "highest" if jnp.dtype(dtype) == jnp.float32 else None
-    operands = (one.astype(dtype) for one in (x, y))
-    return jnp.einsum(pattern, *operands, precision=precision, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp

@@ -18,7 +18,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.recurrent.delta_rule import CHUNK, document_begins, sums_of_decays, zero_at_padding
+from moe_jax.functional.recurrent.chunks import (
+    CHUNK,
+    decays_of,
+    document_begins,
+    product_in,
+    zero_at_padding,
+)
 
 
 class ScanInputs(NamedTuple):
@@ -100,24 +106,15 @@ def _chunk(
     q, k = (jnp.repeat(one, each, axis=2).transpose(0, 2, 1, 3) for one in (inputs.q, inputs.k))
     v = inputs.v.transpose(0, 2, 1, 3)
     documents = jnp.cumsum(begins.astype(jnp.int32), axis=1)
-    coarse, fine = sums_of_decays(inputs.log_decay.transpose(0, 2, 1))
-    place = np.arange(fine.shape[-1])
+    place = np.arange(begins.shape[1])
     is_before = jnp.asarray(place[:, None] >= place[None, :])[None]
     is_before = (is_before & (documents[:, :, None] == documents[:, None, :]))[:, None]
-    # Masked before the exponential: decays from later tokens to earlier ones may be too large for a float.
-    passed = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
-    between = jnp.exp(jnp.where(is_before, passed, -jnp.inf))
+    between, since, until = decays_of(inputs.log_decay.transpose(0, 2, 1), is_before)
     goes_on, ends = (documents == 0)[:, None], (documents == documents[:, -1:])[:, None]
-    since = jnp.where(goes_on, jnp.exp(coarse + fine), 0.0)
-    until = jnp.where(ends, jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)), 0.0)
-    within = _product("bhcn,bhdn->bhcd", q, k, dtype) * between
-    read = _product("bhcd,bhdp->bhcp", within, v, dtype)
-    read = read + _product("bhcn,bhnp->bhcp", q, state, dtype) * since[..., None]
-    added = _product("bhcn,bhcp->bhnp", k, v.astype(jnp.float32) * until[..., None], dtype)
+    since = jnp.where(goes_on, since, 0.0)
+    until = jnp.where(ends, until, 0.0)
+    within = product_in("bhcn,bhdn->bhcd", q, k, dtype) * between
+    read = product_in("bhcd,bhdp->bhcp", within, v, dtype)
+    read = read + product_in("bhcn,bhnp->bhcp", q, state, dtype) * since[..., None]
+    added = product_in("bhcn,bhcp->bhnp", k, v.astype(jnp.float32) * until[..., None], dtype)
     return state * since[..., -1:, None] + added, read.transpose(0, 2, 1, 3)
-
-
-def _product(pattern: str, x: Array, y: Array, dtype: DTypeLike) -> Float[Array, "..."]:
-    precision = "highest" if jnp.dtype(dtype) == jnp.float32 else None
-    operands = (one.astype(dtype) for one in (x, y))
-    return jnp.einsum(pattern, *operands, precision=precision, preferred_element_type=jnp.float32)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.core.errors import InputError, shown
+from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.core.registry import Registry
+from moe_jax.functional.array_shapes import check_shape
 
 GROUP_SCORES = ("best", "best_two")
 # Of the gate `sparse_mixer`, as published.
@@ -52,6 +53,22 @@ class Selection(NamedTuple):
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["best", "best_two"] = "best"
+
+    def check_fits(self, num_experts: int, top_k: int) -> None:
+        """Raises `InputError` unless `top_k` of this many experts can be chosen in this way."""
+        if self.bias is not None:
+            check_shape("the bias of selection", self.bias, (num_experts,))
+        check_member("group_score", self.group_score, GROUP_SCORES)
+        if self.groups < 1 or num_experts % self.groups:
+            raise InputError(f"groups={self.groups} must divide the number of experts, {num_experts}")
+        size = num_experts // self.groups
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise InputError(f"groups={self.groups} leave one expert in each, and group_score 'best_two' needs two")
+        if self.groups > 1 and not (1 <= self.top_groups <= self.groups and top_k <= size * self.top_groups):
+            raise InputError(
+                f"top_k={top_k} experts cannot be chosen from top_groups={self.top_groups} of {self.groups} groups of "
+                f"{size}"
+            )
 
 
 UNBOUNDED = Selection()

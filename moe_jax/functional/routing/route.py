@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.core.errors import InputError, check_member, is_finite, shown
 from moe_jax.functional.array_shapes import check_shape
 from moe_jax.functional.routing.capacity import as_large_together, within_capacity, within_padded_capacity
-from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, UNBOUNDED, Gate, Selection, choose
+from moe_jax.functional.routing.gates import GATES, UNBOUNDED, Gate, Selection, choose
 from moe_jax.functional.routing.router_stats import RouterStats, balance_within
 from moe_jax.functional.routing.token_choices import NO_EXPERT, Routing
 
@@ -76,7 +76,7 @@ def route(
         raise InputError(f"logits are {logits.dtype}, expected float32")
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise InputError(f"top_k={top_k} must lie between 1 and the number of experts, {num_experts}")
-    _check_selection(selection, top_k, num_experts)
+    selection.check_fits(num_experts, top_k)
     check_member("balance_choices", balance_choices, BALANCE_CHOICES)
     if capacity_factor is not None and not (is_finite(capacity_factor) and capacity_factor > 0):
         raise InputError(f"capacity_factor={shown(capacity_factor)} must be a finite number above 0")
@@ -129,20 +129,3 @@ def route(
         within = balance_within(sequences, assigned * (counted / top_k)[:, None], probabilities, counted) / total
     stats = RouterStats(z, loads[0], dropped, importance, mean_probability, gram, count, loads[1], within)
     return Routing(experts, weights), stats
-
-
-def _check_selection(selection: Selection, top_k: int, num_experts: int) -> None:
-    if selection.bias is not None:
-        check_shape("the bias of selection", selection.bias, (num_experts,))
-    if selection.groups < 1 or num_experts % selection.groups:
-        raise InputError(f"groups={selection.groups} must divide the number of experts, {num_experts}")
-    check_member("group_score", selection.group_score, GROUP_SCORES)
-    size = num_experts // selection.groups
-    if selection.groups > 1 and selection.group_score == "best_two" and size < 2:
-        raise InputError(f"groups={selection.groups} leave one expert in each, and group_score 'best_two' needs two")
-    among = size * selection.top_groups
-    if selection.groups > 1 and not (1 <= selection.top_groups <= selection.groups and top_k <= among):
-        raise InputError(
-            f"top_k={top_k} experts cannot be chosen from top_groups={selection.top_groups} of {selection.groups} "
-            f"groups of {size}"
-        )
